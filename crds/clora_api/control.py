@@ -1,0 +1,167 @@
+"""Wire types of the engine's control API: all that operator and engine share.
+
+    GET    /v1/engine                              EngineInfo
+    GET    /v1/experiments?since=N&timeoutSeconds= ExperimentList; long poll: answers once the revision is past N
+    PUT    /v1/experiments/{uid}                   DesiredExperiment -> ExperimentReport; idempotent; 409 when full
+    GET    /v1/experiments/{uid}                   ExperimentReport
+    DELETE /v1/experiments/{uid}?files=Retain      ExperimentReport (phase Deleting until 404); idempotent
+    GET    /v1/experiments/{uid}/metrics           JSON Lines, one object a step
+    GET    /v1/experiments/{uid}/trajectories?step=N  JSON Lines, one group a line
+    GET    /v1/experiments/{uid}/checkpoints       CheckpointList
+    GET    /v1/experiments/{uid}/checkpoints/{step}   the step's PEFT adapter, as a tar
+    GET    /healthz, /readyz, /metrics             without token
+
+Errors are RFC 9457 problem documents (`Problem`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from clora_api.v1alpha1.base import ApiModel
+from clora_api.v1alpha1.experiment import ExperimentSpec
+
+PROBLEM_BASE = "https://clora.dev/problems/"
+
+
+class WireModel(ApiModel):
+    """Operator and engine may be of neighbouring releases: unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class RunMode(StrEnum):
+    RUN = "Run"
+    SUSPEND = "Suspend"  # finish the step, commit, give up the slot
+
+
+class Phase(StrEnum):
+    """Where an experiment is on the engine."""
+
+    PREPARING = "Preparing"  # validating, loading or initialising its adapter
+    RUNNING = "Running"
+    SUSPENDED = "Suspended"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    DELETING = "Deleting"
+
+
+OCCUPYING = frozenset({Phase.PREPARING, Phase.RUNNING, Phase.DELETING})  # phases that hold one of maxExperiments
+
+
+class InitSource(WireModel):
+    """initFrom.experiment, resolved by the operator: the engine knows uids only."""
+
+    uid: str = Field(pattern=r"^[a-zA-Z0-9-]{1,64}$")
+    step: int | None = None
+
+
+class DesiredExperiment(WireModel):
+    """The state that the operator wants for one experiment. `attempt` grows by one for each retry of a failure, so
+    that a failure which has been acted on is told from a new one."""
+
+    uid: str = Field(pattern=r"^[a-zA-Z0-9-]{1,64}$")
+    namespace: str = Field(max_length=63)
+    name: str = Field(max_length=253)
+    generation: int = 1
+    spec: ExperimentSpec
+    mode: RunMode = RunMode.RUN
+    attempt: int = 0
+    init_source: InitSource | None = None
+    data_text: str | None = Field(None, max_length=1_048_576)  # contents of data.configMap
+
+
+def spec_digest(desired: DesiredExperiment) -> str:
+    """Digest of what an experiment is to do, without `mode`, `attempt` and `generation`."""
+    body = desired.model_dump(mode="json", by_alias=True, exclude={"mode", "attempt", "generation"}, exclude_none=True)
+    body["spec"].pop("suspend", None)
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+class ReportedProgress(WireModel):
+    """Numbers of the last step; unset until there is one."""
+
+    step: int = 0
+    max_steps: int = 0
+    reward: float | None = None
+    activity: str = ""  # Rollout, Train, Publish, Commit, Evaluate
+    metrics: dict[str, float] = Field(default_factory=dict)
+    seconds_waited: float = 0.0
+    seconds_per_step: float | None = None
+    last_step_time: str | None = None
+
+
+class ReportedCheckpoint(WireModel):
+    step: int
+    path: str
+    digest: str
+
+
+class ExperimentReport(WireModel):
+    """What the engine says of one experiment. `revision` grows with every change."""
+
+    uid: str
+    namespace: str
+    name: str
+    epoch: int
+    revision: int
+    phase: Phase
+    mode: RunMode
+    attempt: int
+    spec_digest: str
+    reason: str = ""
+    message: str = ""
+    field: str | None = None  # of a spec that cannot run: the field's path
+    retryable: bool = False  # of a failure
+    adapter_loaded: bool = False  # the trainer holds the adapter and the sampler serves adapter_version
+    adapter_version: str = ""
+    adapter_digest: str = ""
+    progress: ReportedProgress = ReportedProgress()
+    checkpoint: ReportedCheckpoint | None = None
+
+
+class ExperimentList(WireModel):
+    epoch: int
+    revision: int
+    items: list[ExperimentReport]
+
+
+class EngineInfo(WireModel):
+    """What the engine is and how full."""
+
+    epoch: int
+    ready: bool
+    model: str
+    version: str
+    max_experiments: int
+    max_rank: int
+    experiments: int  # that hold a slot
+    data_volumes: list[str] = Field(default_factory=list)
+    sampler_generation: int = 0
+    versions: list[str] = Field(default_factory=list)  # that the sampler serves now
+    tokens_per_second: float = 0.0
+
+
+class CheckpointList(WireModel):
+    items: list[ReportedCheckpoint]
+
+
+class Problem(WireModel):
+    """RFC 9457. `type` is stable; `field` names the field of the spec that is wrong."""
+
+    type: str
+    title: str
+    status: int
+    detail: str = ""
+    field: str | None = None
+    reason: str = ""
+
+
+ProblemType = Literal[
+    "capacity-exceeded", "invalid-spec", "not-found", "unauthorized", "conflict", "not-ready", "internal"
+]

@@ -1,0 +1,108 @@
+"""Condition types and reasons of both kinds: the one documented list.
+
+`state` is derived from the conditions by one pure function, for people only; programs read conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Literal
+
+ConditionStatus = Literal["True", "False", "Unknown"]
+
+
+class ExperimentCondition(StrEnum):
+    """Condition types of a LoRAExperiment."""
+
+    ACCEPTED = "Accepted"  # the spec can run on the engine it names
+    ATTACHED = "Attached"  # the engine of the current epoch holds the adapter
+    PROGRESSING = "Progressing"  # steps are being made
+    SUCCEEDED = "Succeeded"  # maxSteps (or stopWhen) was reached
+    FAILED = "Failed"  # it has failed and stays failed
+
+
+class EngineCondition(StrEnum):
+    """Condition types of a LoRAEngine."""
+
+    ACCEPTED = "Accepted"  # the spec makes sense and its references exist
+    READY = "Ready"  # the engine answers and serves
+    WORKLOAD_CURRENT = "WorkloadCurrent"  # the running pod is what the spec asks for
+
+
+class Reason(StrEnum):
+    """Every reason that clora writes into a condition."""
+
+    # Accepted (experiments)
+    SPEC_VALID = "SpecValid"
+    INVALID_SPEC = "InvalidSpec"  # the engine refused the spec; the message names the field
+    ENGINE_NOT_FOUND = "EngineNotFound"
+    RANK_TOO_HIGH = "RankTooHigh"
+    DATA_NOT_FOUND = "DataNotFound"
+    INIT_FROM_NOT_FOUND = "InitFromNotFound"
+    INIT_FROM_FAILED = "InitFromFailed"
+    # Attached / Progressing (experiments)
+    QUEUED = "Queued"  # the engine is full
+    WAITING_FOR_INIT = "WaitingForInit"  # the experiment that initFrom names has not finished
+    WAITING_FOR_ENGINE = "WaitingForEngine"  # the engine is not ready yet
+    ATTACHING = "Attaching"
+    ENGINE_CONFIRMED = "EngineConfirmed"
+    ENGINE_UNREACHABLE = "EngineUnreachable"
+    CHECKPOINT_UNREACHABLE = "CheckpointUnreachable"
+    RUNNING = "Running"
+    RETRYING = "Retrying"
+    SUSPENDED = "Suspended"
+    SUSPENDING = "Suspending"
+    COMPLETED = "Completed"
+    DETACHED = "Detached"
+    # Failed
+    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    EXPERIMENT_ERROR = "ExperimentError"
+    NOT_FAILED = "NotFailed"
+    NOT_FINISHED = "NotFinished"
+    # Engines
+    SERVING = "Serving"
+    STARTING = "Starting"
+    UNREACHABLE = "Unreachable"
+    UNAUTHORIZED = "Unauthorized"
+    TOKEN_NOT_FOUND = "TokenNotFound"  # noqa: S105
+    ENDPOINT_IN_USE = "EndpointInUse"
+    UPDATE_PENDING = "UpdatePending"
+    UP_TO_DATE = "UpToDate"
+    EXTERNAL = "External"  # somebody else runs the engine; clora creates no workload
+
+
+class State(StrEnum):
+    """What people see in the STATE column of an experiment."""
+
+    PENDING = "Pending"
+    QUEUED = "Queued"
+    ATTACHING = "Attaching"
+    RUNNING = "Running"
+    SUSPENDED = "Suspended"
+    UNKNOWN = "Unknown"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+def derive_state(conditions: Mapping[str, tuple[str, str]]) -> State:
+    """The state that a set of conditions, type -> (status, reason), amounts to."""
+
+    def get(kind: ExperimentCondition) -> tuple[str, str]:
+        return conditions.get(kind, ("Unknown", ""))
+
+    for kind, state in ((ExperimentCondition.FAILED, State.FAILED), (ExperimentCondition.SUCCEEDED, State.SUCCEEDED)):
+        if get(kind)[0] == "True":
+            return state
+    attached, why = get(ExperimentCondition.ATTACHED)
+    progressing, _ = get(ExperimentCondition.PROGRESSING)
+    if why in (Reason.SUSPENDED, Reason.SUSPENDING):
+        return State.SUSPENDED
+    if attached == "True":
+        return State.RUNNING if progressing == "True" else State.ATTACHING
+    if attached == "Unknown" and why == Reason.ENGINE_UNREACHABLE:
+        return State.UNKNOWN
+    if why == Reason.QUEUED:
+        return State.QUEUED
+    return State.ATTACHING if why == Reason.ATTACHING else State.PENDING

@@ -1,0 +1,157 @@
+"""LoRAEngine: one warm server with one frozen base model, a sampler and a trainer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from clora_api.v1alpha1.base import ApiModel, LabelName, ObjectName, RelativePath, StatusModel, rules
+from clora_api.v1alpha1.experiment import Condition
+
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([kKMGTPE]i?|m)?$", max_length=32)]
+
+
+class SecretKey(ApiModel):
+    name: ObjectName = Field(description="A Secret of the engine's namespace.")
+    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$", min_length=1, max_length=253)] = Field(
+        "token", description="Key within the Secret."
+    )
+
+
+class Model(ApiModel):
+    """The frozen base model."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", min_length=1, max_length=253)] = Field(
+        description="Name of the model, as on the hub: Qwen/Qwen3-4B-Instruct-2507."
+    )
+    revision: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=253)] | None = Field(
+        None, description="Revision on the hub."
+    )
+    claim_name: ObjectName | None = Field(
+        None, description="A PersistentVolumeClaim that holds the model's files; unset: they come from the hub."
+    )
+    path: RelativePath | None = Field(None, description="Folder of the model within the claim.")
+    token_secret_ref: SecretKey | None = Field(None, description="Hub token for gated models.")
+
+
+class Capacity(ApiModel):
+    """How many tenants fit."""
+
+    max_experiments: int = Field(8, ge=1, le=256, description="Experiments attached at once.")
+    max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        32, description="Highest LoRA rank; every slot of the sampler is this large."
+    )
+
+
+class Sampler(ApiModel):
+    """vLLM with multi-LoRA."""
+
+    gpus: int = Field(4, ge=0, le=64, description="GPUs that sample; 0: the CPU.")
+    tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs that share one copy of the model.")
+    data_parallel_size: int = Field(4, ge=1, le=64, description="Copies of the model.")
+    max_model_len: int = Field(8192, ge=128, le=1048576, description="Longest prompt and answer together, in tokens.")
+    max_num_seqs: int = Field(256, ge=1, le=4096, description="Sequences decoded in one batch.")
+    kv_cache_memory: Quantity | None = Field(
+        None, description="Memory of the KV cache, 4Gi for example; unset: vLLM's choice."
+    )
+
+
+class Trainer(ApiModel):
+    """The swap-based trainer."""
+
+    gpus: int = Field(1, ge=0, le=1, description="GPUs that train; 0: the CPU.")
+    tokens_per_microbatch: int = Field(16384, ge=128, le=1048576, description="Positions computed in one pass.")
+
+
+class Storage(ApiModel):
+    """Where commits live. The claim outlives the engine unless whenDeleted says otherwise."""
+
+    model_config = rules(
+        (
+            "!(has(self.existingClaim) && has(self.storageClassName))",
+            "storageClassName has no effect on an existingClaim",
+        ),
+    )
+
+    size: Quantity = Field("100Gi", description="Size of the claim.")
+    storage_class_name: ObjectName | None = Field(None, description="Storage class; unset: the cluster's default.")
+    existing_claim: ObjectName | None = Field(None, description="A claim of the engine's namespace to use instead.")
+    when_deleted: Literal["Retain", "Delete"] = Field(
+        "Retain", description="What happens to the claim with the engine."
+    )
+
+
+class DataVolume(ApiModel):
+    name: LabelName = Field(description="Name by which experiments refer to it.")
+    claim_name: ObjectName = Field(description="A PersistentVolumeClaim of the engine's namespace, mounted read-only.")
+
+
+class Resources(ApiModel):
+    """Requests and limits of the engine's container, besides GPUs."""
+
+    requests: dict[str, Quantity] = Field(default_factory=dict, max_length=16, description="Requests.")
+    limits: dict[str, Quantity] = Field(default_factory=dict, max_length=16, description="Limits.")
+
+
+class EngineSpec(ApiModel):
+    """What a platform team asks for. The defaults describe a node with 8 H200."""
+
+    model_config = rules(
+        (
+            "!has(self.endpoint) || has(self.tokenSecretRef)",
+            "an endpoint needs tokenSecretRef: the Secret with its token",
+        ),
+        (
+            "has(self.endpoint) || has(self.image)",
+            "give an image to run, or the endpoint of an engine that runs already",
+        ),
+        (
+            "has(self.endpoint) == has(oldSelf.endpoint)",
+            "an engine cannot turn from endpoint to image or back: create another",
+        ),
+    )
+
+    model: Model = Field(description="The frozen base model.")
+    capacity: Capacity = Field(default_factory=Capacity, description="How many tenants fit.")
+    sampler: Sampler = Field(default_factory=Sampler, description="vLLM with multi-LoRA.")
+    trainer: Trainer = Field(default_factory=Trainer, description="The swap-based trainer.")
+    storage: Storage = Field(default_factory=Storage, description="Where commits live.")
+    data_volumes: list[DataVolume] = Field(
+        default_factory=list,
+        max_length=32,
+        description="Claims that experiments may read from, by name.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    image: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(None, description="Image of the engine.")
+    resources: Resources = Field(default_factory=Resources, description="Requests and limits besides GPUs.")
+    pod_template: dict[str, Any] | None = Field(
+        None,
+        description="Overlay on the engine's pod template (metadata, spec), merged as by server-side apply: node"
+        " selectors, tolerations, volumes, environment variables.",
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    )
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/?#\s]+$", max_length=512)] | None = Field(
+        None, description="URL of an engine that somebody else runs; clora then creates no workload."
+    )
+    token_secret_ref: SecretKey | None = Field(
+        None, description="Secret with the control API's bearer token; made by clora for engines that it runs."
+    )
+
+
+class EngineStatus(StatusModel):
+    """What clora reports."""
+
+    conditions: list[Condition] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Accepted, Ready, WorkloadCurrent.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
+    observed_generation: int = Field(0, ge=0, description="The generation of the spec that was last acted on.")
+    epoch: int = Field(0, ge=0, description="The present life of the engine.")
+    model: str = Field("", max_length=253, description="The model that it serves.")
+    experiments: int = Field(0, ge=0, description="Experiments attached.")
+    capacity: int = Field(0, ge=0, description="Experiments that fit.")
+    max_rank: int = Field(0, ge=0, description="Highest rank that fits.")
+    endpoint: str = Field("", max_length=512, description="URL of its control API.")

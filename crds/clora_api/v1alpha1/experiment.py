@@ -1,0 +1,326 @@
+"""LoRAExperiment: one tenant, one RL or SFT run with an adapter of its own."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from clora_api.v1alpha1.base import ApiModel, DecimalString, LabelName, ObjectName, RelativePath, StatusModel, rules
+from clora_api.v1alpha1.conditions import State
+
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class Estimator(StrEnum):
+    GRPO = "GRPO"
+    REINFORCE = "Reinforce"
+    SFT = "SFT"
+
+
+class LossFunction(StrEnum):
+    CROSS_ENTROPY = "CrossEntropy"
+    IMPORTANCE_SAMPLING = "ImportanceSampling"
+    PPO = "PPO"
+    CISPO = "CISPO"
+    DRO = "DRO"
+
+
+LabelKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?$", max_length=316)]
+LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63)]
+
+
+class EngineRef(ApiModel):
+    """A LoRAEngine of the same namespace."""
+
+    name: ObjectName = Field(description="Name of a LoRAEngine in the experiment's namespace.")
+
+
+class EngineSelector(ApiModel):
+    """Any LoRAEngine of the same namespace with these labels. Once steps are committed, the engine stays the same."""
+
+    match_labels: dict[LabelKey, LabelValue] = Field(
+        min_length=1, max_length=16, description="Labels that the engine must have."
+    )
+
+
+class Lora(ApiModel):
+    """The adapter's shape. It cannot change after creation."""
+
+    rank: int = Field(16, ge=1, le=512, description="Rank of the low-rank matrices; at most the engine's maxRank.")
+    alpha: int = Field(32, ge=1, le=4096, description="Scale of the adapter: its output is multiplied by alpha / rank.")
+    target_modules: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", min_length=1, max_length=128)]] = Field(
+        ["all-linear"],
+        min_length=1,
+        max_length=32,
+        description="Linear layers that get an adapter: name endings such as q_proj, or the one entry all-linear for"
+        " every linear layer but the output head.",
+    )
+    seed: Seed = Field(0, description="Seed of the adapter's initial weights.")
+
+
+class Optimizer(ApiModel):
+    """AdamW, one step a training step."""
+
+    beta1: DecimalString = Field("0.9", description="Decay of the gradient's running mean.")
+    beta2: DecimalString = Field("0.95", description="Decay of the gradient's running square.")
+    epsilon: DecimalString = Field("1e-8", description="Term that keeps the division finite.")
+    weight_decay: DecimalString = Field("0", description="Decoupled weight decay.")
+    max_grad_norm: DecimalString = Field("1.0", description="The gradient is clipped to this global norm; 0: never.")
+    warmup_steps: int = Field(0, ge=0, le=10000, description="Steps over which the learning rate rises linearly.")
+    schedule: Literal["Constant", "Linear"] = Field(
+        "Constant", description="Learning rate after the warm-up: Constant, or Linear down to a tenth at maxSteps."
+    )
+
+
+class Algorithm(ApiModel):
+    """How trajectories become updates."""
+
+    model_config = rules(
+        (
+            "(self.estimator == 'SFT') == (self.loss == 'CrossEntropy')",
+            "estimator SFT goes with loss CrossEntropy and only with it: set both, or neither",
+        ),
+        (
+            "self.estimator != 'GRPO' || self.groupSize >= 2",
+            "estimator GRPO compares within a group: set groupSize >= 2",
+        ),
+    )
+
+    estimator: Estimator = Field(
+        Estimator.GRPO,
+        description="GRPO: rewards normalised within each prompt's group. Reinforce: rewards less the mean of the step."
+        " SFT: supervised fine-tuning on demonstrations. It cannot change after creation.",
+    )
+    loss: LossFunction = Field(
+        LossFunction.PPO,
+        description="Per-token loss, with the Tinker API's meanings. CrossEntropy goes with SFT and only with it.",
+    )
+    group_size: int = Field(8, ge=1, le=1024, description="Trajectories drawn for each prompt (RL).")
+    prompts_per_step: int = Field(
+        8, ge=1, le=4096, description="Prompts of a step (RL), or demonstrations of a step (SFT)."
+    )
+    learning_rate: DecimalString = Field(
+        "1e-4", description="Peak learning rate as a decimal string, for example '5e-4'."
+    )
+    clip_low: DecimalString = Field("0.8", description="Ratios below this are clipped (PPO, CISPO); a ratio, not an ε.")
+    clip_high: DecimalString = Field(
+        "1.2", description="Ratios above this are clipped (PPO, CISPO); a ratio, not an ε."
+    )
+    normalize_by_std: bool = Field(
+        True, description="GRPO: divide a group's centred rewards by their standard deviation."
+    )
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="AdamW's settings.")
+
+
+class Environment(ApiModel):
+    """Where episodes are played."""
+
+    name: Literal["WordProblems", "GSM8K"] = Field(
+        description="WordProblems: generated problems in families. GSM8K: problems with written solutions. Both offer"
+        " the tools calculator and final_answer; the reward is 1 only if final_answer is called with the right answer."
+    )
+    arguments: dict[Annotated[str, Field(min_length=1, max_length=63)], Annotated[str, Field(max_length=1024)]] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Arguments of the environment; WordProblems takes families, a comma-separated list.",
+    )
+    max_turns: int = Field(3, ge=1, le=64, description="Turns of the model in an episode; it ends with reward 0 then.")
+    concurrency: int = Field(64, ge=1, le=4096, description="Episodes of this experiment in flight at once.")
+
+
+class ConfigMapKey(ApiModel):
+    name: ObjectName = Field(description="A ConfigMap of the experiment's namespace.")
+    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$", min_length=1, max_length=253)] = Field(
+        description="Key whose value is JSON Lines."
+    )
+
+
+class VolumePath(ApiModel):
+    volume: LabelName = Field(description="Name of one of the engine's dataVolumes.")
+    path: RelativePath = Field(description="Path within the volume, without leading slash and without '..'.")
+
+
+class Data(ApiModel):
+    """The prompts, or demonstrations. Exactly one source."""
+
+    model_config = rules(
+        (
+            "[has(self.builtin), has(self.configMap), has(self.file)].filter(x, x).size() == 1",
+            "give exactly one source of data: builtin, configMap or file",
+        ),
+    )
+
+    builtin: Literal["Generated", "GSM8KSample"] | None = Field(
+        None,
+        description="Generated: the environment makes its own problems without end. GSM8KSample: the first problems of"
+        " GSM8K, shipped with clora.",
+    )
+    config_map: ConfigMapKey | None = Field(None, description="JSON Lines in a ConfigMap of the same namespace.")
+    file: VolumePath | None = Field(None, description="A JSON Lines file in one of the engine's dataVolumes.")
+    shuffle_seed: Seed = Field(0, description="Seed of the order in which examples come, and of generated problems.")
+
+
+class Sampling(ApiModel):
+    """How tokens are drawn. Truncating samplers (top-p, top-k) do not exist here: they falsify the ratios of RL."""
+
+    temperature: DecimalString = Field("1.0", description="Sampling temperature; the trainer divides logits by it too.")
+    max_tokens: int = Field(256, ge=1, le=131072, description="Tokens that the model may write in one turn.")
+
+
+class Evaluation(ApiModel):
+    """Greedy accuracy on held-out examples, before the first step, after the last, and every so many steps."""
+
+    examples: int = Field(0, ge=0, le=10000, description="Held-out examples; 0 turns evaluation off.")
+    every_steps: int = Field(
+        0, ge=0, le=100000, description="Evaluate after each so many steps too; 0: at the ends only."
+    )
+
+
+class Checkpoint(ApiModel):
+    """Commits. A step exists when it is committed."""
+
+    every: int = Field(1, ge=1, le=1000, description="Steps per commit; with more than 1, a crash takes steps back.")
+    keep: int = Field(3, ge=1, le=1000, description="Commits kept besides the first and the latest.")
+
+
+class InitFromExperiment(ApiModel):
+    name: ObjectName = Field(description="A LoRAExperiment of the same namespace and engine.")
+    step: int | None = Field(
+        None, ge=0, le=10000000, description="Its step; unset: its last step, waiting until it has succeeded."
+    )
+
+
+class InitFrom(ApiModel):
+    """Starting weights. Exactly one source."""
+
+    model_config = rules(
+        (
+            "[has(self.experiment), has(self.file)].filter(x, x).size() == 1",
+            "give exactly one source to start from: experiment or file",
+        ),
+        ("!has(self.file) || !self.optimizer", "a PEFT directory holds no optimizer state: leave optimizer out"),
+    )
+
+    experiment: InitFromExperiment | None = Field(None, description="Another experiment's step.")
+    file: VolumePath | None = Field(None, description="A PEFT adapter directory in one of the engine's dataVolumes.")
+    optimizer: bool = Field(False, description="Take over the optimizer's state too, not only the weights.")
+
+
+def _immutable(field: str, optional: bool) -> tuple[str, str]:
+    same = f"self.{field} == oldSelf.{field}"
+    if optional:
+        same = f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || {same})"
+    return same, f"{field} cannot change after creation: create a new experiment (initFrom can continue from this one)"
+
+
+class ExperimentSpec(ApiModel):
+    """What a person asks for."""
+
+    model_config = rules(
+        (
+            "has(self.engineRef) != has(self.engineSelector)",
+            "give exactly one of engineRef and engineSelector",
+        ),
+        _immutable("lora", optional=False),
+        ("self.algorithm.estimator == oldSelf.algorithm.estimator", "algorithm.estimator cannot change after creation"),
+        _immutable("environment", optional=False),
+        _immutable("data", optional=False),
+        _immutable("initFrom", optional=True),
+        _immutable("engineRef", optional=True),
+        _immutable("engineSelector", optional=True),
+    )
+
+    engine_ref: EngineRef | None = Field(None, description="The engine that trains it, by name.")
+    engine_selector: EngineSelector | None = Field(None, description="The engine that trains it, by its labels.")
+    lora: Lora = Field(default_factory=Lora, description="The adapter's shape. It cannot change after creation.")
+    algorithm: Algorithm = Field(default_factory=Algorithm, description="How trajectories become updates.")
+    environment: Environment = Field(description="Where episodes are played. It cannot change after creation.")
+    data: Data = Field(description="The prompts, or demonstrations. It cannot change after creation.")
+    sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
+    max_steps: int = Field(ge=1, le=1000000, description="Training steps after which the experiment has succeeded.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="Accuracy on held-out examples.")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="How often steps are committed.")
+    init_from: InitFrom | None = Field(None, description="Starting weights. It cannot change after creation.")
+    suspend: bool = Field(False, description="Pause at the next step's end; the slot goes to others, nothing is lost.")
+    active_deadline_seconds: int | None = Field(
+        None, ge=1, le=31536000, description="Seconds since the start after which an unfinished experiment fails."
+    )
+    backoff_limit: int = Field(
+        3, ge=0, le=100, description="Errors of the experiment itself that are tried again before it fails for good."
+    )
+    deletion_policy: Literal["Retain", "Delete"] = Field(
+        "Retain", description="What happens to its files in the engine's storage when the resource is deleted."
+    )
+
+
+# ------------------------------------------------------------------------------------------------ status
+
+
+class Condition(StatusModel):
+    """A condition, as in the Kubernetes API."""
+
+    type: str = Field(max_length=316, description="Type of the condition.")
+    status: Literal["True", "False", "Unknown"] = Field(description="True, False or Unknown.")
+    reason: str = Field(max_length=1024, description="One CamelCase word: why.")
+    message: str = Field("", max_length=32768, description="A sentence for people.")
+    observed_generation: int = Field(0, ge=0, description="The generation of the spec that this was said of.")
+    last_transition_time: str = Field(
+        max_length=64, description="When the status last changed.", json_schema_extra={"format": "date-time"}
+    )
+
+
+class EngineStatusRef(StatusModel):
+    """Where it is attached."""
+
+    name: str = Field(max_length=253, description="The LoRAEngine.")
+    epoch: int = Field(0, ge=0, description="The life of the engine that holds the adapter.")
+    adapter_version: str = Field("", max_length=128, description="The version that the sampler serves.")
+    adapter_digest: str = Field("", max_length=128, description="Digest of the adapter's last commit.")
+
+
+class Progress(StatusModel):
+    """The latest values; history is in the engine's metrics."""
+
+    step: int = Field(0, ge=0, description="Steps made.")
+    max_steps: int = Field(0, ge=0, description="Steps asked for.")
+    percent: int = Field(0, ge=0, le=100, description="Share of the steps made.")
+    reward: str = Field("", max_length=32, description="Mean reward of the last step (RL).")
+    phase: str = Field("", max_length=32, description="What it is doing: Rollout, Train, Publish, Commit, Evaluate.")
+    metrics: dict[str, Annotated[str, Field(max_length=32)]] = Field(
+        default_factory=dict, max_length=16, description="Up to 16 named values of the last step."
+    )
+    seconds_waited: int = Field(0, ge=0, description="Seconds spent waiting for sampler and trainer.")
+    estimated_remaining_seconds: int | None = Field(
+        None, ge=0, description="Seconds until the end at the present pace."
+    )
+    last_step_time: str | None = Field(None, max_length=64, description="When the last step ended.")
+
+
+class CheckpointStatus(StatusModel):
+    """The latest commit."""
+
+    step: int = Field(ge=0, description="The step.")
+    path: str = Field(max_length=1024, description="Its folder within the engine's storage.")
+    digest: str = Field(max_length=128, description="Digest of its manifest.")
+
+
+class ExperimentStatus(StatusModel):
+    """What clora reports."""
+
+    conditions: list[Condition] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Accepted, Attached, Progressing, Succeeded, Failed.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
+    observed_generation: int = Field(0, ge=0, description="The generation of the spec that was last acted on.")
+    state: State = Field(State.PENDING, description="One word for people, derived from the conditions.")
+    engine: EngineStatusRef | None = Field(None, description="Where it is attached.")
+    progress: Progress | None = Field(None, description="The latest values.")
+    queue_position: int | None = Field(None, ge=1, description="Place in the queue while Queued.")
+    restarts: int = Field(0, ge=0, description="Errors of the experiment that were tried again.")
+    checkpoint: CheckpointStatus | None = Field(None, description="The latest commit.")
+    start_time: str | None = Field(None, max_length=64, description="When it was first attached.")
+    completion_time: str | None = Field(None, max_length=64, description="When it succeeded or failed.")
