@@ -1,0 +1,81 @@
+"""A process that outlives the command which started it, known by pid and start time, and its end.
+
+A pid alone may be another program's by the time it is signalled; the kernel's start time tells the two apart.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    """`start_ticks` is field 22 of /proc/PID/stat: clock ticks from the machine's boot to the start of the process."""
+
+    pid: int
+    start_ticks: int
+
+    def alive(self) -> bool:
+        return _start_ticks(self.pid) == self.start_ticks
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.alive():
+            os.kill(self.pid, number)
+
+    def wait(self, seconds: float) -> bool:
+        """True once the process has ended, whoever its parent is."""
+        deadline = time.monotonic() + seconds
+        while self.alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)  # not our child in general: there is nothing to wait on
+        return True
+
+    def end(self, grace_seconds: float = 10.0) -> None:
+        """SIGTERM, then SIGKILL once the grace is over."""
+        self.signal(signal.SIGTERM)
+        if not self.wait(grace_seconds):
+            self.signal(signal.SIGKILL)
+            self.wait(10.0)
+
+
+def start(command: Sequence[str], *, cwd: Path, log: Path, dies_with_parent: bool = False) -> Process:
+    """Starts `command` in a session of its own, its output appended to `log`.
+
+    With `dies_with_parent` the kernel kills it when this process ends, however that ends.
+    """
+    prefix = ["setpriv", "--pdeathsig", "KILL", "--"] if dies_with_parent else []
+    with log.open("ab") as output:
+        child = subprocess.Popen(  # noqa: S603
+            [*prefix, *command],
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    child.returncode = 0  # kept by pid: Popen shall neither warn about nor wait for it
+    ticks = _start_ticks(child.pid)
+    assert ticks is not None, "not reaped: a zombie at worst"
+    return Process(child.pid, ticks)
+
+
+def _start_ticks(pid: int) -> int | None:
+    """None where no such process runs; a zombie counts as ended, and is reaped if it is ours."""
+    try:
+        # the second field, the program's name, may hold spaces and brackets: count from its end
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if fields[0] == "Z":
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+        return None
+    return int(fields[19])

@@ -1,0 +1,59 @@
+"""Fixtures with a real Kubernetes API server.
+
+control_plane   one for the whole test session, with clora's kinds, in a temporary folder; killed with the session
+kube            kubernetes.client.ApiClient of its administrator
+namespace       the name of a fresh namespace, deleted afterwards with all that is in it
+fresh_control_plane   one for a single test that kills or restarts its parts
+node_cluster    a control plane with a real node that runs pods; for tests marked `node`, needs root
+
+The audit log of `control_plane` counts writes: see `writes`.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes import client, config
+from local.control_plane import ControlPlane
+from local.crds import install_crds
+
+
+@pytest.fixture(scope="session")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    with ControlPlane(tmp_path_factory.mktemp("control-plane"), audit=True) as cluster:
+        install_crds(cluster.kubeconfig)
+        yield cluster
+
+
+@pytest.fixture
+def fresh_control_plane(tmp_path: Path) -> Iterator[ControlPlane]:
+    with ControlPlane(tmp_path / "control-plane", audit=True) as cluster:
+        install_crds(cluster.kubeconfig)
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def kube(control_plane: ControlPlane) -> Iterator[client.ApiClient]:
+    with config.new_client_from_config(str(control_plane.kubeconfig)) as api:
+        yield api
+
+
+@pytest.fixture
+def namespace(kube: client.ApiClient) -> Iterator[str]:
+    """Deletion is asked for, not waited for: a namespace takes seconds to go and no test shares one."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    core = client.CoreV1Api(kube)
+    core.create_namespace({"metadata": {"name": name}})
+    yield name
+    core.delete_namespace(name)
+
+
+def writes(control_plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
+    """The writes to one namespace so far, in order: audit.k8s.io/v1 events (verb, user, objectRef, responseStatus)."""
+    events = [json.loads(line) for line in control_plane.audit_log.read_text().splitlines()]
+    return [event for event in events if event.get("objectRef", {}).get("namespace") == namespace]
