@@ -5,6 +5,7 @@ They go to crds/ and, for Helm, to charts/clora/files/crds.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,18 @@ def _drop_defaults(node: Any) -> None:
             _drop_defaults(value)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes strings such as 1e-8: PyYAML (YAML 1.1) reads them as text, Kubernetes (YAML 1.2) as numbers."""
+
+
+def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "'" if re.fullmatch(r"[-+.0-9eE]+", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _string)
+
+
 def manifests() -> dict[str, str]:
     """File name -> YAML text of every CRD."""
     experiment = crd(
@@ -140,7 +153,8 @@ def manifests() -> dict[str, str]:
         ],
     )
     return {
-        f"{d['metadata']['name']}.yaml": HEADER + yaml.safe_dump(d, sort_keys=False, width=120, allow_unicode=True)
+        f"{d['metadata']['name']}.yaml": HEADER
+        + yaml.dump(d, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
         for d in (experiment, engine)
     }
 

@@ -1,7 +1,9 @@
 """Pydantic models -> structural OpenAPI v3 schemas as CustomResourceDefinitions want them.
 
 A structural schema has no $ref, no null, no title and no `const`; optional fields are just not required, and what is
-absent stays absent. Leaves out what clora's models do not use (unions of objects, recursive models).
+absent stays absent. A part of the spec that has defaults throughout gets them even when it is absent as a whole: CEL
+rules may so compare it without has(), and people see what they get. Leaves out what clora's models do not use (unions
+of objects, recursive models).
 """
 
 from __future__ import annotations
@@ -9,8 +11,22 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 
 _DROPPED = {"title", "additionalProperties_false", "discriminator"}
+
+
+class _Generator(GenerateJsonSchema):
+    """Writes out the default of a field whose default is a whole model (pydantic leaves factories out)."""
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        json_schema = super().default_schema(schema)
+        factory = schema.get("default_factory")
+        if isinstance(factory, type) and issubclass(factory, BaseModel):
+            default = factory()
+            json_schema["default"] = default.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return json_schema
 
 
 def structural_schema(model: type[BaseModel]) -> dict[str, Any]:
@@ -18,7 +34,7 @@ def structural_schema(model: type[BaseModel]) -> dict[str, Any]:
 
     Raises ValueError for a construct that a structural schema cannot express.
     """
-    raw = model.model_json_schema(by_alias=True, mode="validation")
+    raw = model.model_json_schema(by_alias=True, mode="validation", schema_generator=_Generator)
     definitions = raw.pop("$defs", {})
     schema = _convert(raw, definitions, at=model.__name__)
     assert isinstance(schema, dict)
@@ -40,6 +56,10 @@ def _convert(node: dict[str, Any], definitions: dict[str, Any], at: str) -> dict
                 out[key] = _convert(value, definitions, f"{at}{{}}")
             elif value is True and not node.get("x-kubernetes-preserve-unknown-fields"):
                 raise ValueError(f"{at}: a free-form object needs x-kubernetes-preserve-unknown-fields")
+        elif key == "patternProperties":
+            # not part of structural schemas: the values' schema stays, a CEL rule may check the keys
+            (values,) = value.values()
+            out["additionalProperties"] = _convert(values, definitions, f"{at}{{}}")
         elif key == "const":
             out["enum"] = [value]
         elif key == "propertyNames":

@@ -306,6 +306,13 @@ class CheckpointStatus(StatusModel):
     digest: str = Field(max_length=128, description="Digest of its manifest.")
 
 
+class InitFromStatus(StatusModel):
+    """What initFrom.experiment was resolved to, once: it holds even when that experiment is deleted later."""
+
+    uid: str = Field(max_length=64, description="The uid of the experiment that it starts from.")
+    step: int | None = Field(None, ge=0, description="The step that it starts from; unset: the latest commit.")
+
+
 class ExperimentStatus(StatusModel):
     """What clora reports."""
 
@@ -322,5 +329,6 @@ class ExperimentStatus(StatusModel):
     queue_position: int | None = Field(None, ge=1, description="Place in the queue while Queued.")
     restarts: int = Field(0, ge=0, description="Errors of the experiment that were tried again.")
     checkpoint: CheckpointStatus | None = Field(None, description="The latest commit.")
+    init_from: InitFromStatus | None = Field(None, description="What initFrom.experiment was resolved to.")
     start_time: str | None = Field(None, max_length=64, description="When it was first attached.")
     completion_time: str | None = Field(None, max_length=64, description="When it succeeded or failed.")
