@@ -1,0 +1,246 @@
+"""Where examples come from, and in which order.
+
+A position is all that a run remembers of its data: position -> example is a pure function, so that a commit needs one
+integer to be resumed from. A finite set of rows is gone through again and again, each time in another order that
+depends only on the seed and the round; generated data is endless.
+
+Formats: JSON Lines, as a file or as text (a ConfigMap's). A row is either what the experiment's environment takes
+(`question` and `answer`, say) or, for supervised training, a chat: `{"messages": [{"role": ..., "content": ...},
+...]}`. Parquet is left out: it would add a dependency for what one command converts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from clora_engine.environments.protocol import EnvironmentFactory, Example, Generates, Message
+from clora_engine.errors import UserError
+
+MAX_FILE_BYTES = 256 << 20  # rows are held in memory, decoded
+
+
+# --------------------------------------------------------------------------------------------- sources
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """`Generated`: the environment makes its own examples. `GSM8KSample`: a few rows of GSM8K, shipped with clora."""
+
+    name: Literal["Generated", "GSM8KSample"]
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """JSON Lines as text; `label` names it in errors ("ConfigMap problems, key train.jsonl")."""
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A .jsonl file below `root`, the folder that its experiment may read; `label` names it in errors instead of its
+    path on the engine."""
+
+    path: Path
+    root: Path
+    label: str
+
+
+Source = Builtin | Inline | File
+
+
+# --------------------------------------------------------------------------------------------- order
+
+
+class Dataset(Protocol):
+    """Examples by position, from 0 without end."""
+
+    @property
+    def size(self) -> int | None:
+        """Rows of one round; None if there is no end of new ones."""
+        ...
+
+    def example(self, position: int) -> Example: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Finite rows, each once in every round of `size` positions, in an order of the round's own."""
+
+    rows: Sequence[Example]
+    seed: int
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    def example(self, position: int) -> Example:
+        round_, place = divmod(position, len(self.rows))
+        return self.rows[permutation(len(self.rows), self.seed, round_)[place]]
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Examples that an environment makes."""
+
+    maker: Generates
+    seed: int
+
+    @property
+    def size(self) -> None:
+        return None
+
+    def example(self, position: int) -> Example:
+        return self.maker.generate(self.seed, "train", position)
+
+
+@lru_cache(maxsize=16)
+def permutation(size: int, seed: int, round_: int) -> tuple[int, ...]:
+    """A permutation of range(size), a pure function of its arguments.
+
+    It sorts by keys from `random.Random.random`, the one sequence that Python promises to keep from version to version;
+    `shuffle` has no such promise, and a run may be resumed under a newer Python.
+    """
+    rng = random.Random(f"{seed}/{round_}")  # noqa: S311 - no secret
+    keys = [rng.random() for _ in range(size)]
+    return tuple(sorted(range(size), key=keys.__getitem__))
+
+
+# --------------------------------------------------------------------------------------------- loading
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What an experiment trains on, and the examples that it is evaluated on and never trained on."""
+
+    train: Dataset
+    held_out: Sequence[Example]
+
+
+def load(source: Source, factory: EnvironmentFactory, *, seed: int, held_out: int = 0, chat: bool = False) -> Data:
+    """Reads and checks a source. A large file takes seconds: call it in a thread.
+
+    Args:
+        factory: the experiment's environment, which checks every row.
+        seed: of the order, of generated examples, and of the choice of held-out rows.
+        held_out: number of examples to evaluate on. Generated data and GSM8KSample have a split of their own for them;
+            of other data, that many rows are set aside.
+        chat: supervised training: rows may be chats too.
+
+    Raises:
+        UserError: with field `data` (`evaluation.examples` if too few rows are left), naming source and line.
+    """
+    if isinstance(source, Builtin):
+        return _builtin(source, factory, seed, held_out)
+    if isinstance(source, Inline):
+        rows = _parse_lines(source.text.encode().splitlines(), source.label, factory, chat)
+    else:
+        rows = _parse_lines(_read(source).splitlines(), source.label, factory, chat)
+    if held_out >= len(rows):
+        raise _too_few(held_out, f"{source.label} has {len(rows)} rows, of which at least one must be left to train on")
+    # The choice must not change with the order of training: it has a permutation of its own.
+    chosen = permutation(len(rows), seed, -1)[:held_out]
+    aside = set(chosen)
+    return Data(Rows([row for i, row in enumerate(rows) if i not in aside], seed), [rows[i] for i in chosen])
+
+
+def demonstration(example: Example, factory: EnvironmentFactory) -> Sequence[Message]:
+    """The conversation to imitate: a chat row's own, otherwise the environment's. Raises ValueError if it has none."""
+    if "messages" in example:
+        return [Message(message["role"], message["content"]) for message in example["messages"]]
+    return factory.demonstration(example)
+
+
+def _builtin(source: Builtin, factory: EnvironmentFactory, seed: int, held_out: int) -> Data:
+    if source.name == "Generated":
+        if not isinstance(factory, Generates):
+            raise _bad_data("this environment generates no examples; give a file, a ConfigMap or another builtin")
+        # Held-out examples do not depend on the seed: runs with different seeds are measured on the same ones.
+        return Data(Generated(factory, seed), [factory.generate(0, "test", index) for index in range(held_out)])
+    folder = resources.files("clora_engine.environments") / "gsm8k_sample"
+    train, test = (
+        _parse_lines((folder / f"{split}.jsonl").read_bytes().splitlines(), f"GSM8KSample ({split})", factory, False)
+        for split in ("train", "test")
+    )
+    if held_out > len(test):
+        raise _too_few(held_out, f"GSM8KSample has {len(test)} test rows")
+    return Data(Rows(train, seed), test[:held_out])
+
+
+def _read(source: File) -> bytes:
+    """The file's bytes; links are followed before it is decided whether the file is below the root."""
+    path, root = source.path.resolve(), source.root.resolve()
+    if not path.is_relative_to(root):
+        raise _bad_data(f"{source.label} is not within its volume")
+    if path.suffix != ".jsonl":
+        raise _bad_data(f"{source.label} is no .jsonl file; convert it to JSON Lines, one row a line")
+    if not path.is_file():
+        raise _bad_data(f"{source.label} does not exist or is no file")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise _bad_data(f"{source.label} is larger than {MAX_FILE_BYTES >> 20} MiB; split it")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _bad_data(f"{source.label} cannot be read: {error.strerror}") from None
+
+
+class _ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+def _parse_lines(lines: Iterable[bytes], label: str, factory: EnvironmentFactory, chat: bool) -> list[Example]:
+    rows: list[Example] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = _parse_row(line)
+            if chat and "messages" in row:
+                _check_chat(row["messages"])
+            else:
+                factory.check(row)
+        except ValueError as error:
+            raise _bad_data(f"{label}, line {number}: {error}") from None
+        rows.append(row)
+    if not rows:
+        raise _bad_data(f"{label} holds no rows")
+    return rows
+
+
+def _parse_row(line: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise ValueError(f"no JSON object: {error}") from None
+    except RecursionError:
+        raise ValueError("no JSON object: nested too deeply") from None
+
+
+def _check_chat(messages: Any) -> None:
+    try:
+        found = msgspec.convert(messages, list[_ChatMessage])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"'messages': {error}") from None
+    roles = [message.role for message in found]
+    if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":
+        raise ValueError("'messages' must start with another's message and end with the assistant's")
+
+
+def _bad_data(message: str) -> UserError:
+    return UserError(message, reason="InvalidData", field="data")
+
+
+def _too_few(held_out: int, available: str) -> UserError:
+    return UserError(
+        f"{held_out} examples to evaluate on, but {available}", reason="InvalidData", field="evaluation.examples"
+    )

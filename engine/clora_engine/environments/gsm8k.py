@@ -1,0 +1,42 @@
+"""GSM8K (Cobbe et al., 2021, arXiv:2110.14168): grade school mathematics, answered with calculator and final_answer.
+
+Rows are those of the published data: `question`, and an `answer` that works the problem out, with calculations as
+<<48/2=24>>, and ends in `#### 72`. The annotations become the calculator turns of demonstrations; the prose is left
+out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from clora_engine.environments.arguments import refuse_unknown
+from clora_engine.environments.calculator import parse_number
+from clora_engine.environments.protocol import Example
+from clora_engine.environments.questions import Problem, QuestionFactory, text_field
+
+MAX_TURNS = 10  # the longest published solutions have 9 calculations
+
+_ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
+_FINAL = re.compile(r"####\s*(\S.*?)\s*$")
+
+
+def build(arguments: Mapping[str, str]) -> QuestionFactory:
+    """The factory of environment GSM8K, which takes no arguments."""
+    refuse_unknown("GSM8K", arguments, ())
+    return QuestionFactory(read_row, max_turns=MAX_TURNS)
+
+
+def read_row(example: Example) -> Problem:
+    """A GSM8K row as a problem.
+
+    Raises:
+        ValueError: a field is missing, or `answer` does not end in `#### <number>`.
+    """
+    question = text_field(example, "question")
+    worked = text_field(example, "answer")
+    final = _FINAL.search(worked)
+    answer = parse_number(final.group(1)) if final else None
+    if answer is None:
+        raise ValueError("'answer' must end in '#### <number>'")
+    return Problem(question, answer, tuple(match.strip() for match in _ANNOTATION.findall(worked)))

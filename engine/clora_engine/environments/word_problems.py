@@ -1,0 +1,146 @@
+"""Generated word problems: endless, deterministic data that small models can learn from in minutes.
+
+A problem is a pure function of (seed, split, index). Index k takes family k mod n and, within it, the templates in
+turn, so that a batch holds each template equally often: the mean reward of a step is then less noisy than by free
+choice. The split is a property of the question itself (of its hash), so no held-out question is ever trained on,
+whatever the seeds.
+
+Only `random.Random.random` is drawn from: it is the one generator whose sequence Python promises to keep, and a resumed
+run must see the same questions under a newer Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from clora_engine.environments.arguments import argument_error, refuse_unknown
+from clora_engine.environments.calculator import evaluate, format_number, parse_number
+from clora_engine.environments.protocol import Example, Split
+from clora_engine.environments.questions import Problem, QuestionFactory, checked_expressions, text_field
+from clora_engine.environments.word_templates import (
+    FAMILIES,
+    LARGE_NUMBERS,
+    NAMES,
+    ONE_STEP,
+    SETS,
+    THINGS,
+    Template,
+)
+
+MAX_TURNS = 3
+TEST_SHARE = 8  # one question in so many is held out
+
+T = TypeVar("T")
+
+
+def build(arguments: Mapping[str, str]) -> WordProblems:
+    """The factory of environment WordProblems.
+
+    Args:
+        arguments: `families`, a comma-separated list of families (see word_templates.FAMILIES) or of the sets OneStep
+            and TwoStep; OneStep if left out.
+
+    Raises:
+        UserError: an argument or a family is unknown, or named twice.
+    """
+    refuse_unknown("WordProblems", arguments, ("families",))
+    names = [name.strip() for name in arguments.get("families", "OneStep").split(",")]
+    families: list[str] = []
+    for name in names:
+        if name not in FAMILIES and name not in SETS:
+            known = ", ".join((*SETS, *FAMILIES))
+            raise argument_error("families", f"unknown family {name!r}; known: {known}")
+        for family in SETS.get(name, (name,)):
+            if family in families:
+                raise argument_error("families", f"family {family!r} is named twice")
+            families.append(family)
+    return WordProblems(tuple(families))
+
+
+class WordProblems(QuestionFactory):
+    """The questions of some families."""
+
+    def __init__(self, families: Sequence[str] = ONE_STEP) -> None:
+        super().__init__(read_row, max_turns=MAX_TURNS)
+        self.families = tuple(families)
+
+    def generate(self, seed: int, split: Split, index: int) -> Example:
+        """Row `index` (from 0, without end) of a split: question, answer, expressions, family."""
+        family = self.families[index % len(self.families)]
+        templates = FAMILIES[family]
+        template = templates[index // len(self.families) % len(templates)]
+        rng = random.Random(f"{seed}/{split}/{family}/{index}")  # noqa: S311 - no secret
+        while True:
+            problem = _fill(template, rng)
+            if split_of(problem.question) == split:
+                return {
+                    "question": problem.question,
+                    "answer": format_number(problem.answer),
+                    "expressions": list(problem.expressions),
+                    "family": family,
+                }
+
+
+def split_of(question: str) -> Split:
+    """The split that a question belongs to: one in TEST_SHARE is for testing, by its hash."""
+    digest = hashlib.blake2b(question.encode(), digest_size=4).digest()
+    return "test" if int.from_bytes(digest, "big") % TEST_SHARE == 0 else "train"
+
+
+def read_row(example: Example) -> Problem:
+    """A row of this environment (generated, or written by a user in the same form) as a problem.
+
+    Raises:
+        ValueError: `question` or `answer` is missing, or the answer is no number.
+    """
+    answer = parse_number(example.get("answer"))
+    if answer is None:
+        raise ValueError("'answer' must be a number")
+    expressions = example.get("expressions", [])
+    if not isinstance(expressions, list):
+        raise ValueError("'expressions' must be a list of texts")
+    return Problem(text_field(example, "question"), answer, checked_expressions(expressions))
+
+
+def _fill(template: Template, rng: random.Random) -> Problem:
+    """Draws numbers and words until the answer is positive."""
+    while True:
+        a = _between(rng, 2, 9)
+        first, second = _two(rng, NAMES)
+        thing, other = _two(rng, THINGS)
+        values = {
+            "a": a,
+            "b": _between(rng, 2, 9),
+            "c": _between(rng, 2, 9),
+            "d": _between(rng, 2, 9),
+            "B": _between(rng, 11, 40),
+            "C": _pick(rng, LARGE_NUMBERS),
+            "D": a * _between(rng, 2, 9),
+            "n": first,
+            "m": second,
+            "t": thing,
+            "u": other,
+        }
+        expression = template.expression.format(**values)
+        answer = evaluate(expression)
+        if answer > 0:
+            question = template.text.format(**values)
+            return Problem(question[0].upper() + question[1:], answer, (expression,))
+
+
+def _pick(rng: random.Random, items: Sequence[T]) -> T:
+    return items[int(rng.random() * len(items))]
+
+
+def _between(rng: random.Random, low: int, high: int) -> int:
+    return low + int(rng.random() * (high - low + 1))
+
+
+def _two(rng: random.Random, items: Sequence[str]) -> tuple[str, str]:
+    """Two different items."""
+    first = int(rng.random() * len(items))
+    second = (first + 1 + int(rng.random() * (len(items) - 1))) % len(items)
+    return items[first], items[second]

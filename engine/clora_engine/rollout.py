@@ -1,0 +1,292 @@
+"""Rolls out the groups of a step: environment × sampler, many episodes at once.
+
+A group is one prompt played `group_size` times under one version, which it leases until its last turn. Members whose
+histories are still the same are sampled by one request for as many samples as there are members; members that wrote
+different things go on without each other. That changes no distribution: the samples of a request are independent.
+Tokens are only ever appended; nothing is re-tokenized.
+
+What goes wrong, and whom it strikes: an environment's failure or time-out, a prompt that does not fit: that trajectory
+(`Trajectory.error`). The sampler's TransientError: the group is drawn again, a bounded number of times. A UserError, or
+a bug: the whole call. Left out: what to do with the groups (journal.py, advantages.py), who samples when (the gate).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+from clora_engine.chat import Renderer
+from clora_engine.environments.protocol import EnvironmentFactory, Example
+from clora_engine.episode import Episode
+from clora_engine.errors import TransientError, UserError
+from clora_engine.types import Group, Sample, SamplingParams, Version
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class LeaseLike(Protocol):
+    """A version, held from __enter__ to __exit__."""
+
+    version: Version
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> bool | None: ...
+
+
+L = TypeVar("L", bound=LeaseLike)
+
+
+class SamplerLike(Protocol[L]):
+    """What rollouts need of a sampler."""
+
+    def lease(self, experiment: str) -> L:
+        """Holds the experiment's latest version."""
+        ...
+
+    async def sample(self, lease: L, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[Sample]:
+        """n independent samples that follow `prompt_ids`. Raises TransientError when trying again may help."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """How the episodes of one experiment are played.
+
+    max_tokens   tokens that the model may write in one turn
+    max_turns    turns of the model in an episode
+    max_context  positions of prompt and episode together: the sampler's max_model_len
+    concurrency  episodes in flight at once, over all groups
+    """
+
+    experiment: str
+    group_size: int
+    temperature: float
+    max_tokens: int
+    max_turns: int
+    max_context: int
+    concurrency: int = 64
+    environment_timeout_seconds: float = 60.0
+    retries: int = 3
+    retry_seconds: float = 1.0  # before the first retry of a group; doubled for each further one
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One group to be drawn: its place in the step, the data position of its example, and the example."""
+
+    index: int
+    position: int
+    example: Example
+
+
+OnGroup = Callable[[Group], Awaitable[None]]
+
+
+class Rollouts(Generic[L]):
+    """Plays episodes of one experiment. Stateless between calls, but for the limit on concurrency that they share."""
+
+    def __init__(
+        self, sampler: SamplerLike[L], renderer: Renderer, factory: EnvironmentFactory, config: RolloutConfig
+    ) -> None:
+        self._sampler = sampler
+        self._renderer = renderer
+        self._factory = factory
+        self._config = config
+        # A group is admitted whole. One that is larger than the limit is played in parts, one after another.
+        self._part = max(1, min(config.group_size, config.concurrency))
+        self._slots = asyncio.Semaphore(max(1, config.concurrency // self._part))
+
+    async def step(self, prompts: Sequence[Prompt], on_group: OnGroup | None = None) -> list[Group]:
+        """Draws a group for every prompt; `on_group` is awaited for each as it is finished, for one at a time.
+
+        Returns:
+            The groups in the order of `prompts`.
+
+        Raises:
+            UserError, TransientError (after the last retry), or whatever `on_group` raises; the other groups are then
+            cancelled.
+        """
+
+        turn = asyncio.Lock()
+
+        async def one(prompt: Prompt) -> Group:
+            group = await self._with_retries(lambda: self._group(prompt))
+            if on_group is not None:
+                async with turn:
+                    await on_group(group)
+            return group
+
+        return await _all([one(prompt) for prompt in prompts])
+
+    async def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
+        """Plays every example once, greedily, all under one version.
+
+        Returns:
+            `eval_accuracy`, the share of episodes with a reward of at least 1; `eval_reward`, the mean;
+            `eval_examples`, the number of episodes both are taken over; `eval_errors`, the number of those that failed
+            and are not counted. Without any that can be counted, accuracy and reward are left out.
+        """
+
+        parts = [examples[start : start + self._part] for start in range(0, len(examples), self._part)]
+
+        async def play(lease: L, part: Sequence[Example]) -> list[Episode]:
+            async with self._slots:
+                return await self._play(lease, part, temperature=0.0)
+
+        async def everything() -> list[Episode]:
+            with self._sampler.lease(self._config.experiment) as lease:
+                played = await _all([play(lease, part) for part in parts])
+            return [episode for part in played for episode in part]
+
+        episodes = await self._with_retries(everything)
+        rewards = [episode.reward for episode in episodes if not episode.error]
+        metrics = {"eval_examples": float(len(rewards)), "eval_errors": float(len(episodes) - len(rewards))}
+        if rewards:
+            metrics["eval_accuracy"] = sum(reward >= 1.0 for reward in rewards) / len(rewards)
+            metrics["eval_reward"] = sum(rewards) / len(rewards)
+        return metrics
+
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        for retry in range(self._config.retries):
+            try:
+                return await attempt()
+            except TransientError as error:
+                logger.warning("experiment %s: drawing again: %s", self._config.experiment, error)
+                await asyncio.sleep(self._config.retry_seconds * 2**retry)
+        return await attempt()
+
+    async def _group(self, prompt: Prompt) -> Group:
+        config = self._config
+        episodes: list[Episode] = []
+        async with self._slots:
+            with self._sampler.lease(config.experiment) as lease:
+                while len(episodes) < config.group_size:
+                    size = min(self._part, config.group_size - len(episodes))
+                    episodes += await self._play(lease, [prompt.example] * size, temperature=config.temperature)
+                version = lease.version
+        common = next((episode.prompt for episode in episodes if episode.prompt), [])
+        for episode in episodes:
+            if not episode.error and episode.prompt != common:
+                episode.fail("PromptDiffers: the environment began episodes of one example differently")
+        return Group(
+            index=prompt.index,
+            example=prompt.position,
+            version_step=version.step,
+            prompt=common,
+            trajectories=[episode.finished() for episode in episodes],
+        )
+
+    async def _play(self, lease: L, examples: Sequence[Example], *, temperature: float) -> list[Episode]:
+        """Plays an episode of each example to its end."""
+        episodes = [Episode(self._factory.new()) for _ in examples]
+        try:
+            await _all([self._reset(*pair) for pair in zip(episodes, examples, strict=True)])
+            await self._advance(lease, episodes, temperature)
+        finally:
+            await asyncio.gather(*(self._close(episode) for episode in episodes))
+        return episodes
+
+    async def _advance(self, lease: L, episodes: Sequence[Episode], temperature: float) -> None:
+        """Samples the next turn of all open episodes, one request for each distinct history, and so on to the end."""
+        alike = defaultdict(list)
+        for episode in episodes:
+            if episode.open:
+                alike[episode.history].append(episode)
+        await _all([self._turn(lease, history, members, temperature) for history, members in alike.items()])
+
+    async def _turn(self, lease: L, history: Sequence[int], members: Sequence[Episode], temperature: float) -> None:
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=min(self._config.max_tokens, self._config.max_context - len(history)),
+            stop_token_ids=self._renderer.stop_token_ids,
+        )
+        samples = await self._sampler.sample(lease, history, len(members), params)
+        alike = defaultdict(list)
+        for member, sample in zip(members, samples, strict=True):
+            alike[sample.ids].append((member, sample))
+
+        async def respond(branch: Sequence[tuple[Episode, Sample]]) -> None:
+            await _all([self._respond(member, sample) for member, sample in branch])
+            await self._advance(lease, [member for member, _ in branch], temperature)
+
+        await _all([respond(branch) for branch in alike.values()])
+
+    async def _reset(self, episode: Episode, example: Example) -> None:
+        messages = await self._ask(episode, episode.environment.reset(example))
+        if messages is None:
+            return
+        episode.prompt = self._renderer.prompt(messages)
+        if len(episode.prompt) >= self._config.max_context:
+            episode.fail(
+                f"PromptTooLong: {len(episode.prompt)} tokens, and the context holds {self._config.max_context}"
+            )
+
+    async def _respond(self, episode: Episode, sample: Sample) -> None:
+        """Adds the model's turn and the environment's answer to it."""
+        episode.add_turn(sample.ids, sample.logprobs)
+        if sample.truncated:
+            return episode.truncate()
+        message = self._renderer.parse(sample.ids)
+        episode.tool_calls += len(message.tool_calls)
+        result = await self._ask(episode, episode.environment.step(message))
+        if result is None:
+            return
+        episode.tool_errors += result.tool_errors
+        episode.add_reward(result.reward)
+        if result.done or episode.turns >= self._config.max_turns or not episode.open:
+            episode.open = False
+            return
+        observation = self._renderer.observation(result.messages)
+        if len(episode.history) + len(observation) >= self._config.max_context:
+            return episode.truncate()
+        episode.add_observation(observation)
+
+    async def _ask(self, episode: Episode, answer: Awaitable[T]) -> T | None:
+        """The environment's answer; None if it failed, which ends this episode alone."""
+        seconds = self._config.environment_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await answer
+        except UserError:
+            raise
+        except Exception as error:  # whatever an environment raises must not stop the others
+            if limit.expired():
+                episode.fail(f"Timeout: no answer within {seconds:g} s")
+            else:
+                logger.warning("experiment %s: environment failed", self._config.experiment, exc_info=True)
+                episode.fail(f"{type(error).__name__}: {error}")
+        return None
+
+    async def _close(self, episode: Episode) -> None:
+        try:
+            async with asyncio.timeout(self._config.environment_timeout_seconds):
+                await episode.environment.close()
+        except Exception:  # the episode is over, and its result stands
+            logger.warning("experiment %s: environment did not close", self._config.experiment, exc_info=True)
+
+
+async def _all(jobs: Sequence[Awaitable[T]]) -> list[T]:
+    """Runs jobs at once; the first failure cancels the others, waits for them, and is raised as it is."""
+
+    async def run(job: Awaitable[T]) -> T:
+        return await job
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run(job)) for job in jobs]
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+    return [task.result() for task in running]

@@ -1,0 +1,49 @@
+"""What a step's groups say about the run, as named numbers. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from clora_engine.types import Group
+
+
+def step_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of a step's groups.
+
+    Returns:
+        reward_mean, reward_std: over trajectories (standard deviation of the population)
+        groups_without_spread: share of groups in which all rewards are equal, so that nothing can be learnt from them
+        completion_tokens_mean, completion_tokens_max: tokens that the model wrote in a trajectory
+        truncated: share of trajectories cut off by a token limit
+        turns_mean: turns of the model in a trajectory
+        tool_calls, tool_errors: numbers of calls, and of calls answered with an error
+        sampled_tokens: all tokens that the model wrote, those of failed trajectories too
+        environment_errors, environment_errors/<Reason>: numbers of trajectories that failed
+        Failed trajectories count in the last two only; without any other, means are left out.
+    """
+    everything = [trajectory for group in groups for trajectory in group.trajectories]
+    good = [trajectory for trajectory in everything if not trajectory.error]
+    reasons = Counter(trajectory.error.partition(":")[0] for trajectory in everything if trajectory.error)
+    metrics = {
+        "sampled_tokens": float(sum(sum(trajectory.mask) for trajectory in everything)),
+        "environment_errors": float(len(everything) - len(good)),
+        **{f"environment_errors/{reason}": float(count) for reason, count in sorted(reasons.items())},
+    }
+    if not good:
+        return metrics
+    rewards = [trajectory.reward for trajectory in good]
+    lengths = [sum(trajectory.mask) for trajectory in good]
+    flat = [len({t.reward for t in group.trajectories if not t.error}) < 2 for group in groups]
+    return metrics | {
+        "reward_mean": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "groups_without_spread": statistics.fmean(flat),
+        "completion_tokens_mean": statistics.fmean(lengths),
+        "completion_tokens_max": float(max(lengths)),
+        "truncated": statistics.fmean(trajectory.truncated for trajectory in good),
+        "turns_mean": statistics.fmean(trajectory.turns for trajectory in good),
+        "tool_calls": float(sum(trajectory.tool_calls for trajectory in good)),
+        "tool_errors": float(sum(trajectory.tool_errors for trajectory in good)),
+    }
