@@ -1,0 +1,147 @@
+"""The frozen base model of a trainer: loaded from safetensors, wrapped for LoRA, checked to be one we train rightly.
+
+The trainer runs the decoder and the output head apart and hands the decoder a mask of its own. Both are right for plain
+full-attention decoders and wrong for models that window their attention, keep recurrent state or scale their logits
+after the head, so such models are refused by what their configuration says, and every model has to pass a comparison
+of the two ways of computing before it is used.
+
+Left out: quantised bases, gradient checkpointing, and models spread over several devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clora_engine.errors import UserError
+from clora_engine.lora import LoraLinear, ModuleShape, shapes, wrap_linears
+from clora_engine.trainer_logprobs import token_logprobs
+from clora_engine.trainer_packing import MicroBatch, micro_batches
+from clora_engine.types import Completion, Row
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Largest difference of log-probs between the two ways of computing that rounding explains.
+SELF_TEST_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.5}
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A frozen causal LM whose linear layers are wrapped. Shared by all adapters; its weights never change."""
+
+    model: nn.Module
+    decoder: nn.Module
+    head: nn.Linear
+    layers: dict[str, LoraLinear]
+    modules: tuple[ModuleShape, ...]
+    vocabulary: int
+    max_positions: int
+    device: torch.device
+
+    @classmethod
+    def wrap(cls, model: Any) -> BaseModel:
+        """Takes over a transformers causal LM: freezes it, wraps its linear layers and tests it.
+
+        Raises UserError when the model is of a kind that this trainer would train wrongly.
+        """
+        check_supported(model.config)
+        model.requires_grad_(False).eval()
+        model.config.use_cache = False
+        head = model.get_output_embeddings()
+        plain = _SelfTest.plain_logprobs(model)
+        layers = wrap_linears(model, head)
+        base = cls(
+            model=model,
+            decoder=model.base_model,
+            head=head,
+            layers=layers,
+            modules=shapes(layers),
+            vocabulary=model.config.vocab_size,
+            max_positions=model.config.max_position_embeddings,
+            device=head.weight.device,
+        )
+        _SelfTest.compare(plain, base)
+        return base
+
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
+        """The decoder's last hidden states, flattened to (B·L, D), under the batch's block mask."""
+        output = self.decoder(
+            input_ids=batch.ids_BL.to(self.device),
+            position_ids=batch.positions_BL.to(self.device),
+            attention_mask=batch.visible_BLL[:, None].to(self.device),
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden.flatten(0, 1)
+
+    def logprobs(self, batch: MicroBatch, wanted_H: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """log p and entropy (H) of the tokens `wanted_H` (indices into the batch's T); only these pass the head."""
+        hidden_HD = self.hidden_states(batch)[batch.source_T[wanted_H].to(self.device)]
+        return token_logprobs(hidden_HD, self.head, batch.target_T[wanted_H].to(self.device), temperature)
+
+
+def load_base(path: str, *, dtype: str, device: torch.device) -> BaseModel:
+    """Loads a checkpoint directory: safetensors only, none of its code run, nothing fetched.
+
+    Raises UserError when there is no such checkpoint, or it is of a kind that cannot be trained here.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if not Path(path, "config.json").is_file():
+        raise UserError(f"{path} holds no config.json: not a checkpoint directory", field="model")
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", field="trainer.dtype")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=DTYPES[dtype],
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"the checkpoint {path} cannot be loaded: {error}", field="model") from error
+    return BaseModel.wrap(model.to(device))
+
+
+def check_supported(config: Any) -> None:
+    """Raises UserError for configurations whose forward pass differs from head(decoder(ids)) under a causal mask."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise UserError(f"layers of kind {sorted(kinds)} cannot be trained; only full attention can", field="model")
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+        raise UserError("a model with sliding-window attention cannot be trained", field="model")
+
+
+class _SelfTest:
+    """Packed and split into decoder and head, or plain through the whole model: the log-probs must agree."""
+
+    PROMPT, COMPLETIONS = [3, 1, 4, 1, 5], [[9, 2, 6], [5, 3, 5, 8, 9]]
+
+    @classmethod
+    @torch.no_grad()
+    def plain_logprobs(cls, model: Any) -> Tensor:
+        parts = []
+        for ids in cls.COMPLETIONS:
+            input_ids = torch.tensor([cls.PROMPT + ids], device=model.device)
+            logits_LV = model(input_ids=input_ids).logits[0, len(cls.PROMPT) - 1 : -1]
+            logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
+            parts.append(logits_LV.log_softmax(-1).gather(1, input_ids[0, len(cls.PROMPT) :, None])[:, 0])
+        return torch.cat(parts)
+
+    @classmethod
+    @torch.no_grad()
+    def compare(cls, plain_T: Tensor, base: BaseModel) -> None:
+        completions = [Completion(ids=ids, weights=[], logprobs=[], advantages=[]) for ids in cls.COMPLETIONS]
+        (batch,) = micro_batches([Row(prompt=cls.PROMPT, completions=completions)], len(cls.PROMPT) * 10)
+        packed_T, _ = base.logprobs(batch, torch.arange(len(batch.target_T)), 1.0)
+        worst = float((plain_T - packed_T).abs().max())
+        if not worst <= SELF_TEST_TOLERANCE[base.head.weight.dtype]:
+            raise UserError(
+                f"the base model computes other log-probs when completions share a prompt (off by {worst:.3g}); "
+                "models of this architecture cannot be trained",
+                field="model",
+            )

@@ -1,0 +1,228 @@
+"""TrainerClient: the engine's side of the trainer process.
+
+Commands are queued here and sent one at a time, so that a deleted adapter's queued commands are never run. Calls of
+different adapters keep the order in which they were made. When the process dies, every pending and later call raises
+TrainerDied and `died` is set: the owner ends the epoch; nothing is restarted here.
+
+A caller that is cancelled while its command runs does not undo it: a forward_backward still adds its gradient. Such a
+caller must load or delete its adapter before it trains on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from clora_engine import trainer_protocol as protocol
+from clora_engine.errors import EngineError, TrainerDied, UserError
+from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
+
+log = logging.getLogger("clora.trainer")
+
+T = TypeVar("T")
+CLOSE_SECONDS = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    adapter: str | None
+    body: bytes
+    future: asyncio.Future[bytes]
+
+
+class TrainerClient:
+    """Made by `start`. `died` is set when the process ended without `close`; `death` then says how.
+
+    info: what the process reported of its base model.
+    """
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.died = asyncio.Event()
+        self.death: TrainerDied | None = None
+        self.info: protocol.StartInfo
+        self._process, self._reader, self._writer = process, reader, writer
+        self._queue: deque[_Call] = deque()
+        self._current: _Call | None = None
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._task = asyncio.create_task(self._run(), name="trainer-client")
+
+    @classmethod
+    async def start(
+        cls,
+        model_path: str,
+        *,
+        model_name: str,
+        dtype: str,
+        device: str,
+        threads: int,
+        max_rank: int,
+        tokens_per_microbatch: int,
+        host_limit_bytes: int,
+    ) -> TrainerClient:
+        """Starts the process and loads the base model.
+
+        device: "cpu", or "cuda:N", the N-th of the devices visible here. dtype: "float32" or "bfloat16". threads: CPU
+        threads of the process. The other arguments are Trainer's. Raises UserError for a model that cannot be trained
+        and TrainerDied when the process ends before it is ready.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "clora_engine.trainer_process", "--fd", str(theirs.fileno()), "--threads", str(threads)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,
+                pass_fds=(theirs.fileno(),),
+                env=_environment(device, threads),
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        client = cls(process, reader, writer)
+        command = protocol.Start(
+            model_path=model_path,
+            model_name=model_name,
+            dtype=dtype,
+            device="cuda" if device.startswith("cuda") else device,
+            max_rank=max_rank,
+            tokens_per_microbatch=tokens_per_microbatch,
+            host_limit_bytes=host_limit_bytes,
+        )
+        try:
+            client.info = await client._call(None, command, protocol.StartInfo)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    # ------------------------------------------------------------------------------------- commands (see Trainer)
+
+    async def create(self, adapter: str, config: LoraConfig) -> AdapterInfo:
+        return await self._call(adapter, protocol.Create(adapter, config), AdapterInfo)
+
+    async def load(
+        self, adapter: str, directory: str | Path, *, optimizer: bool, config: LoraConfig | None = None
+    ) -> AdapterInfo:
+        command = protocol.Load(adapter, str(directory), optimizer, config)
+        return await self._call(adapter, command, AdapterInfo)
+
+    async def forward_backward(self, adapter: str, rows: list[Row], loss: Loss) -> ForwardBackwardResult:
+        return await self._call(adapter, protocol.ForwardBackward(adapter, rows, loss), ForwardBackwardResult)
+
+    async def forward(self, adapter: str, rows: list[Row], *, temperature: float = 1.0) -> list[list[list[float]]]:
+        return await self._call(adapter, protocol.Forward(adapter, rows, temperature), list[list[list[float]]])
+
+    async def optim_step(self, adapter: str, adam: AdamParams) -> OptimResult:
+        return await self._call(adapter, protocol.OptimStep(adapter, adam), OptimResult)
+
+    async def save(self, adapter: str, directory: str | Path, *, optimizer: bool) -> None:
+        await self._call(adapter, protocol.Save(adapter, str(directory), optimizer), type(None))
+
+    async def delete(self, adapter: str) -> None:
+        """Deletes the adapter. Its calls that have no answer yet fail with EngineError (AdapterDeleted): those still
+        queued are not run, and the result of one that runs is dropped."""
+        for call in (*self._queue, self._current):
+            if call is not None and call.adapter == adapter and not call.future.done():
+                call.future.set_exception(
+                    EngineError(f"adapter {adapter!r} was deleted meanwhile", reason="AdapterDeleted")
+                )
+        await self._call(adapter, protocol.Delete(adapter), type(None))
+
+    async def close(self) -> None:
+        """Ends the process and waits for it. Calls without an answer raise TrainerDied."""
+        self._closing = True
+        self._writer.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        await self._task
+
+    # ------------------------------------------------------------------------------------- inside
+
+    async def _call(self, adapter: str | None, command: protocol.Command, answer: type[T]) -> T:
+        if self.death is not None or self._closing:
+            raise TrainerDied(str(self.death or "the trainer was closed"))
+        body = msgspec.msgpack.encode(command)
+        if len(body) > protocol.MAX_FRAME_BYTES:
+            raise UserError(f"the batch takes {len(body)} bytes, too many for one call; split it", field="rows")
+        call = _Call(adapter, body, asyncio.get_running_loop().create_future())
+        self._queue.append(call)
+        self._wake.set()
+        return msgspec.msgpack.decode(await call.future, type=answer)
+
+    async def _run(self) -> None:
+        """Sends queued calls one by one until the process is gone; then fails all that are left."""
+        lost = asyncio.create_task(self._process.wait())
+        try:
+            while not lost.done():
+                while self._queue and not lost.done():
+                    call = self._queue.popleft()
+                    if not call.future.done():
+                        await self._exchange(call)
+                self._wake.clear()
+                waiting = asyncio.create_task(self._wake.wait())
+                await asyncio.wait((waiting, lost), return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the stream ended: so did, or soon will, the process
+        except Exception:
+            log.exception("the trainer's answer could not be read; the process is ended")
+            self._process.kill()
+        self._end(await lost)
+
+    async def _exchange(self, call: _Call) -> None:
+        self._current = call
+        self._writer.write(protocol.header(call.body))
+        self._writer.write(call.body)
+        await self._writer.drain()
+        (length,) = protocol.LENGTH.unpack(await self._reader.readexactly(protocol.LENGTH.size))
+        reply = msgspec.msgpack.decode(await self._reader.readexactly(length), type=protocol.Reply)
+        self._current = None
+        if call.future.done():
+            return
+        if reply.failure is not None:
+            call.future.set_exception(protocol.error_of(reply.failure))
+        else:
+            call.future.set_result(bytes(reply.result))
+
+    def _end(self, code: int) -> None:
+        how = f"by signal {-code}" if code < 0 else f"with status {code}"
+        self.death = TrainerDied("the trainer was closed" if self._closing else f"the trainer process ended {how}")
+        for call in (self._current, *self._queue):
+            if call is not None and not call.future.done():
+                call.future.set_exception(TrainerDied(str(self.death)))
+        self._queue.clear()
+        self._writer.close()
+        if not self._closing:
+            self.died.set()
+
+
+def _environment(device: str, threads: int) -> dict[str, str]:
+    """The parent's environment with the device and the threads that torch reads at import."""
+    environment = dict(os.environ)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if device.startswith("cuda"):
+        index = int(device.partition(":")[2] or 0)
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic cuBLAS
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["OMP_NUM_THREADS"] = str(threads)
+    environment["HF_HUB_OFFLINE"] = "1"
+    return environment

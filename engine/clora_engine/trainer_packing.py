@@ -1,0 +1,231 @@
+"""From rows to micro-batches: shared prompts, merged twins, a token budget, and input that is checked first.
+
+One packed row holds a prompt once and several completions behind it. A block mask lets a completion see the prompt and
+itself only, and its positions count on from the prompt's end, so every completion is computed as if it stood alone.
+
+Completions of one prompt with the same token ids are computed once, because their log-probs are the same; each keeps
+its own weights, sampler log-probs and advantages, and the loss is evaluated for each. That is exact for every loss,
+whether or not it is linear in the advantage. Rows with the same prompt are joined in the same way.
+
+A row that would pass the budget is cut between completions; the prompt is then computed once per piece.
+"""
+
+# ruff: noqa: N815 (fields carry shape suffixes)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from clora_engine.errors import UserError
+from clora_engine.types import Completion, Loss, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a completion of the caller's rows is computed: `start` is its first token among the micro-batch's T."""
+
+    row: int
+    completion: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass. `source_T` is the flat position in B·L whose hidden state predicts token `target_T`."""
+
+    ids_BL: Tensor
+    positions_BL: Tensor
+    visible_BLL: Tensor  # bool: query position (second axis) sees key position (third)
+    source_T: Tensor
+    target_T: Tensor
+    places: tuple[Place, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Positions computed, padding included."""
+        return self.ids_BL.numel()
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A prompt and some of its distinct completions: what becomes one packed row."""
+
+    prompt: tuple[int, ...]
+    completions: list[tuple[int, ...]] = field(default_factory=list)
+    owners: list[list[tuple[int, int]]] = field(default_factory=list)  # per completion: (row, completion) of each twin
+    length: int = 0
+
+
+def micro_batches(rows: Sequence[Row], tokens_per_microbatch: int) -> list[MicroBatch]:
+    """Cuts checked rows into micro-batches of at most `tokens_per_microbatch` positions, padding included; one prompt
+    with one completion that is longer still gets a micro-batch of its own. Longest first, so that memory runs out at
+    once or not at all. Deterministic in `rows`."""
+    pieces = sorted(_pieces(rows, tokens_per_microbatch), key=lambda piece: -piece.length)
+    batches: list[list[_Piece]] = []
+    for piece in pieces:
+        if batches and batches[-1][0].length * (len(batches[-1]) + 1) <= tokens_per_microbatch:
+            batches[-1].append(piece)
+        else:
+            batches.append([piece])
+    return [_assemble(batch) for batch in batches]
+
+
+def _pieces(rows: Sequence[Row], budget: int) -> list[_Piece]:
+    owners: dict[tuple[int, ...], dict[tuple[int, ...], list[tuple[int, int]]]] = {}
+    for r, row in enumerate(rows):
+        distinct = owners.setdefault(tuple(row.prompt), {})
+        for c, completion in enumerate(row.completions):
+            if completion.ids:
+                distinct.setdefault(tuple(completion.ids), []).append((r, c))
+    pieces = []
+    for prompt, distinct in owners.items():
+        piece = _Piece(prompt, length=len(prompt))
+        for ids, twins in distinct.items():
+            if piece.completions and piece.length + len(ids) > budget:
+                pieces.append(piece)
+                piece = _Piece(prompt, length=len(prompt))
+            piece.completions.append(ids)
+            piece.owners.append(twins)
+            piece.length += len(ids)
+        if piece.completions:
+            pieces.append(piece)
+    return pieces
+
+
+def _assemble(pieces: list[_Piece]) -> MicroBatch:
+    length = pieces[0].length  # the longest: pieces come sorted
+    ids_BL = np.zeros((len(pieces), length), dtype=np.int64)
+    positions_BL = np.zeros_like(ids_BL)
+    segments_BL = np.full_like(ids_BL, -1)  # 0 the prompt, 1… its completions, -1 padding
+    sources: list[NDArray[np.int64]] = []
+    targets: list[NDArray[np.int64]] = []
+    places: list[Place] = []
+    start = 0
+    for b, piece in enumerate(pieces):
+        prompt_end = len(piece.prompt)
+        ids_BL[b, :prompt_end] = piece.prompt
+        positions_BL[b, :prompt_end] = np.arange(prompt_end)
+        segments_BL[b, :prompt_end] = 0
+        begin = prompt_end
+        for segment, (ids, twins) in enumerate(zip(piece.completions, piece.owners, strict=True), start=1):
+            end = begin + len(ids)
+            ids_BL[b, begin:end] = ids
+            positions_BL[b, begin:end] = np.arange(prompt_end, prompt_end + len(ids))
+            segments_BL[b, begin:end] = segment
+            source = np.arange(begin - 1, end - 1)
+            source[0] = (
+                prompt_end - 1
+            )  # the first token is predicted by the prompt's last, wherever the completion lies
+            sources.append(b * length + source)
+            targets.append(ids_BL[b, begin:end])
+            places += [Place(row, completion, start) for row, completion in twins]
+            start += len(ids)
+            begin = end
+    return MicroBatch(
+        ids_BL=torch.from_numpy(ids_BL),
+        positions_BL=torch.from_numpy(positions_BL),
+        visible_BLL=_visible(torch.from_numpy(segments_BL)),
+        source_T=torch.from_numpy(np.concatenate(sources)),
+        target_T=torch.from_numpy(np.concatenate(targets)),
+        places=tuple(places),
+    )
+
+
+def _visible(segments_BL: Tensor) -> Tensor:
+    query, key = segments_BL[:, :, None], segments_BL[:, None, :]
+    # Padding is a segment of its own, so each of its positions sees at least itself and no softmax is empty.
+    same = (query == key) | ((key == 0) & (query > 0))
+    return same & torch.ones(same.shape[1:], dtype=torch.bool).tril()
+
+
+# --------------------------------------------------------------------------------------------- what is trained
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSelection:
+    """The trained tokens of one micro-batch. `head_H` are the distinct tokens (indices into T) whose log-probs are
+    needed; token n of the loss (twins counted each) reads the log-prob at `index_N[n]` of those."""
+
+    head_H: Tensor
+    index_N: Tensor
+    columns_3N: Tensor  # weights, sampler log-probs, advantages
+
+
+def trained_selection(batch: MicroBatch, rows: Sequence[Row]) -> TrainedSelection | None:
+    """The tokens of weight ≠ 0, or None when the micro-batch has none. Columns in FP64."""
+    indices: list[NDArray[np.int64]] = []
+    columns: list[NDArray[np.float64]] = []
+    for place in batch.places:
+        completion = rows[place.row].completions[place.completion]
+        values = np.array([completion.weights, completion.logprobs, completion.advantages], dtype=np.float64)
+        trained = np.flatnonzero(values[0])
+        indices.append(place.start + trained)
+        columns.append(values[:, trained])
+    head, index = np.unique(np.concatenate(indices), return_inverse=True)
+    if head.size == 0:
+        return None
+    columns_3N = torch.from_numpy(np.concatenate(columns, axis=1))
+    return TrainedSelection(torch.from_numpy(head), torch.from_numpy(index), columns_3N)
+
+
+# --------------------------------------------------------------------------------------------- checks
+
+
+def check_rows(rows: Sequence[Row], *, vocabulary: int, max_positions: int) -> None:
+    """Raises UserError for rows the base model cannot take. A bad token id must never reach a GPU, where it would end
+    the process for every tenant."""
+    for r, row in enumerate(rows):
+        where = f"rows[{r}]"
+        if not row.prompt:
+            raise UserError(f"{where}.prompt is empty; it needs at least one token", field=f"{where}.prompt")
+        _check_ids(row.prompt, vocabulary, f"{where}.prompt")
+        for c, completion in enumerate(row.completions):
+            name = f"{where}.completions[{c}]"
+            _check_ids(completion.ids, vocabulary, f"{name}.ids")
+            length = len(row.prompt) + len(completion.ids)
+            if length > max_positions:
+                raise UserError(
+                    f"{where}.prompt and {name} have {length} tokens; the base model takes {max_positions}", field=name
+                )
+            _check_values(completion, name)
+
+
+def _check_ids(ids: list[int], vocabulary: int, name: str) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
+        raise UserError(f"{name} has a token id outside the vocabulary of {vocabulary}", field=name)
+
+
+def _check_values(completion: Completion, name: str) -> None:
+    for column in ("weights", "logprobs", "advantages"):
+        values = getattr(completion, column)
+        if len(values) != len(completion.ids):
+            raise UserError(
+                f"{name}.{column} has {len(values)} values for {len(completion.ids)} tokens", field=f"{name}.{column}"
+            )
+    for column in ("weights", "logprobs", "advantages"):
+        values = zip(completion.weights, getattr(completion, column), strict=True)
+        if not all(weight == 0 or math.isfinite(value) for weight, value in values):
+            raise UserError(f"{name}.{column} is not finite at a token with a weight", field=f"{name}.{column}")
+
+
+def check_loss(loss: Loss) -> None:
+    """Raises UserError for loss settings without meaning."""
+    for name in ("denominator", "temperature"):
+        value = getattr(loss, name)
+        if not (math.isfinite(value) and value > 0):
+            raise UserError(f"loss.{name} is {value}; it must be a finite number above 0", field=f"loss.{name}")
+    if not 0 <= loss.clip_low <= loss.clip_high < math.inf:
+        raise UserError(
+            f"loss.clip_low is {loss.clip_low} and loss.clip_high is {loss.clip_high}; they are absolute ratios with "
+            "0 <= clip_low <= clip_high",
+            field="loss.clip_low",
+        )
+    if not (math.isfinite(loss.beta) and loss.beta >= 0):
+        raise UserError(f"loss.beta is {loss.beta}; it must be a finite number of at least 0", field="loss.beta")

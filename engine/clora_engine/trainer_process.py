@@ -1,0 +1,154 @@
+"""The trainer as a process of its own: python -m clora_engine.trainer_process --fd N --threads T.
+
+It serves the engine that started it over an inherited socket, one command at a time. A tenant's error is an answer;
+only a broken socket or a dead parent ends the process. Logs go to standard error, never to the socket.
+
+Left out: restarting (when the trainer dies the engine's epoch ends) and more than one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from clora_engine import trainer_protocol as protocol
+from clora_engine.errors import CheckpointError, EngineError, UserError
+from clora_engine.trainer import Trainer
+from clora_engine.trainer_base import load_base
+
+log = logging.getLogger("clora.trainer")
+
+
+class TrainerServer:
+    """Answers requests from one connected socket until the other side closes it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._trainer: Trainer | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(protocol.Command)
+
+    def serve(self) -> None:
+        """Returns at the end of the stream."""
+        while (body := self._receive()) is not None:
+            reply = self._encoder.encode(self._answer(body))
+            self._connection.sendall(protocol.header(reply))
+            self._connection.sendall(reply)
+
+    def _answer(self, body: bytearray) -> protocol.Reply:
+        try:
+            command = self._decoder.decode(body)
+            return protocol.Reply(result=msgspec.Raw(self._encoder.encode(self._execute(command))))
+        except OSError as error:  # a full disk, say
+            named = CheckpointError(f"{error.filename}: {error.strerror}", reason="StorageFailed")
+            return protocol.Reply(failure=protocol.failure_of(named))
+        except EngineError as error:
+            return protocol.Reply(failure=protocol.failure_of(error))
+        except Exception as error:
+            log.exception("a command failed by a bug")
+            return protocol.Reply(failure=protocol.failure_of(error))
+
+    def _execute(self, command: protocol.Command) -> Any:
+        if isinstance(command, protocol.Start):
+            return self._start(command)
+        trainer = self._trainer
+        if trainer is None:
+            raise EngineError("the trainer has not been started", reason="TrainerError")
+        match command:
+            case protocol.Create():
+                return trainer.create(command.adapter, command.config)
+            case protocol.Load():
+                return trainer.load(
+                    command.adapter, Path(command.directory), optimizer=command.optimizer, config=command.config
+                )
+            case protocol.ForwardBackward():
+                return trainer.forward_backward(command.adapter, command.rows, command.loss)
+            case protocol.Forward():
+                return trainer.forward(command.adapter, command.rows, temperature=command.temperature)
+            case protocol.OptimStep():
+                return trainer.optim_step(command.adapter, command.adam)
+            case protocol.Save():
+                return trainer.save(command.adapter, Path(command.directory), optimizer=command.optimizer)
+            case protocol.Delete():
+                return trainer.delete(command.adapter)
+
+    def _start(self, command: protocol.Start) -> protocol.StartInfo:
+        started = time.perf_counter()
+        device = torch.device(command.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise UserError("the trainer's device is a GPU, and torch finds none", field="trainer.device")
+        base = load_base(command.model_path, dtype=command.dtype, device=device)
+        self._trainer = Trainer(
+            base,
+            model_name=command.model_name,
+            max_rank=command.max_rank,
+            tokens_per_microbatch=command.tokens_per_microbatch,
+            host_limit_bytes=command.host_limit_bytes,
+        )
+        info = protocol.StartInfo(
+            base_parameters=sum(parameter.numel() for parameter in base.model.parameters()),
+            vocabulary=base.vocabulary,
+            max_positions=base.max_positions,
+            linear_layers=len(base.layers),
+            load_seconds=time.perf_counter() - started,
+        )
+        log.info("%s ready on %s in %.1f s", command.model_name, command.device, info.load_seconds)
+        return info
+
+    def _receive(self) -> bytearray | None:
+        head = self._receive_exactly(protocol.LENGTH.size)
+        return None if head is None else self._receive_exactly(*protocol.LENGTH.unpack(head))
+
+    def _receive_exactly(self, count: int) -> bytearray | None:
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            received = self._connection.recv_into(view)
+            if received == 0:
+                return None
+            view = view[received:]
+        return data
+
+
+def exit_with_parent(connection: socket.socket) -> None:
+    """Ends this process at once when the other side closes, even in the middle of a long computation: a trainer without
+    its engine would hold the device that the next engine needs."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(connection, select.POLLRDHUP)
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
+
+
+def main(arguments: list[str]) -> None:
+    """Serves on the inherited file descriptor until it is closed."""
+    parser = argparse.ArgumentParser(prog="clora_engine.trainer_process", description=__doc__.partition("\n")[0])
+    parser.add_argument("--fd", type=int, required=True, help="inherited stream socket to serve")
+    parser.add_argument("--threads", type=int, required=True, help="CPU threads of torch")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    torch.set_num_threads(options.threads)
+    # Bit-for-bit resume needs it on a GPU; operations without a deterministic form warn rather than fail.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    connection = socket.socket(fileno=options.fd)
+    exit_with_parent(connection)
+    TrainerServer(connection).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,136 @@
+"""What the engine and its trainer process say to each other: typed frames over an inherited socket pair.
+
+A frame is its length (4 bytes, big-endian) and a msgpack body. The engine sends one `Request`, the process answers it
+with one `Reply`, in order; nothing is pickled. Structs are versioned by being of one installation: the engine starts
+its own trainer.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Literal
+
+import msgspec
+
+from clora_engine.errors import CapacityError, CheckpointError, EngineError, TransientError, UserError
+from clora_engine.types import AdamParams, LoraConfig, Loss, Row
+
+LENGTH = struct.Struct(">I")
+MAX_FRAME_BYTES = (1 << 32) - 1
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Always the first command: loads the base model. Answer: StartInfo."""
+
+    model_path: str
+    model_name: str
+    dtype: str
+    device: str
+    max_rank: int
+    tokens_per_microbatch: int
+    host_limit_bytes: int
+
+
+class StartInfo(msgspec.Struct, frozen=True):
+    """base_parameters: scalars of the frozen base model. load_seconds: wall-clock."""
+
+    base_parameters: int
+    vocabulary: int
+    max_positions: int
+    linear_layers: int
+    load_seconds: float
+
+
+class Create(msgspec.Struct, frozen=True, tag=True):
+    """Answer: AdapterInfo."""
+
+    adapter: str
+    config: LoraConfig
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Answer: AdapterInfo."""
+
+    adapter: str
+    directory: str
+    optimizer: bool
+    config: LoraConfig | None
+
+
+class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
+    """Answer: ForwardBackwardResult."""
+
+    adapter: str
+    rows: list[Row]
+    loss: Loss
+
+
+class Forward(msgspec.Struct, frozen=True, tag=True):
+    """Answer: list[list[list[float]]], row -> completion -> token."""
+
+    adapter: str
+    rows: list[Row]
+    temperature: float
+
+
+class OptimStep(msgspec.Struct, frozen=True, tag=True):
+    """Answer: OptimResult."""
+
+    adapter: str
+    adam: AdamParams
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Answer: None."""
+
+    adapter: str
+    directory: str
+    optimizer: bool
+
+
+class Delete(msgspec.Struct, frozen=True, tag=True):
+    """Answer: None."""
+
+    adapter: str
+
+
+Command = Start | Create | Load | ForwardBackward | Forward | OptimStep | Save | Delete
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error of one command, to be raised again on the engine's side."""
+
+    kind: Literal["EngineError", "UserError", "CapacityError", "TransientError", "CheckpointError"]
+    message: str
+    reason: str
+    field: str | None
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """`result` is the command's answer, still encoded: the engine knows which type it asked for."""
+
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
+    failure: Failure | None = None
+
+
+_KINDS: dict[str, type[EngineError]] = {
+    kind.__name__: kind for kind in (EngineError, UserError, CapacityError, TransientError, CheckpointError)
+}
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An error as it travels. One that is not the engine's own is a bug: it fails its experiment as an EngineError."""
+    if isinstance(error, EngineError):
+        kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)
+        return Failure(kind, str(error), error.reason, error.field)  # type: ignore[arg-type]  # a key of _KINDS
+    return Failure("EngineError", f"{type(error).__name__}: {error}", "TrainerError", None)
+
+
+def error_of(failure: Failure) -> EngineError:
+    return _KINDS[failure.kind](failure.message, reason=failure.reason, field=failure.field)
+
+
+def header(body: bytes) -> bytes:
+    """The header of a frame with this body."""
+    assert len(body) <= MAX_FRAME_BYTES
+    return LENGTH.pack(len(body))
