@@ -1,0 +1,56 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON := .venv/bin/python
+LOCK := requirements/cpu.txt
+export UV_CACHE_DIR ?= $(HOME)/.cache/clora/uv
+export HF_HUB_OFFLINE := 1
+
+help:  ## this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+# ---------------------------------------------------------------- set-up
+
+.venv/.installed: $(LOCK) pyproject.toml local/install.sh
+	@local/install.sh
+
+setup: .venv/.installed  ## the Python environment (.venv)
+
+generate: setup  ## CRD manifests from the models
+	$(PYTHON) -m clora_api.generate write
+
+lock: setup  ## hash-pinned requirements from pyproject.toml
+	local/lock.sh
+
+# ---------------------------------------------------------------- the demo
+
+demo: ## everything on this machine: control plane, operator, engine, three experiments
+	@local/demo.sh
+
+demo-down: setup  ## ends what `make demo` left running
+	@$(PYTHON) -m local.demo down
+
+cluster: setup  ## a real one-node cluster with pods (root)
+	@$(PYTHON) -m local.node up
+
+cluster-down: setup  ## ends `make cluster`
+	@$(PYTHON) -m local.node down
+
+# ---------------------------------------------------------------- checks
+
+lint: setup  ## formatting, lint, types, import contracts, generated files
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+	$(PYTHON) -m clora_api.generate check
+
+unit: setup  ## fast tests
+	$(PYTHON) -m pytest
+
+test: lint  ## lint, types, unit tests, and integration tests against the real vLLM and the real API server
+	@local/test.sh
+
+.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test

@@ -1,0 +1,118 @@
+"""The engine's settings: one frozen dataclass, one argument parser.
+
+No setting has a second way in (no environment variables, no file); the control API's token comes as a file so that it
+stands in no process list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Sizes in bytes, lengths in tokens."""
+
+    model: str  # folder of the model, or its name on the hub
+    storage: Path  # commits, rollouts and metrics of all experiments
+    token_file: Path  # bearer token of the control API
+    model_name: str = ""  # name it is served under; default: `model`
+    revision: str | None = None
+    host: str = "0.0.0.0"  # noqa: S104 - a pod is reached by its own address
+    port: int = 8080
+    max_experiments: int = 8
+    max_rank: int = 32
+    data_volumes: dict[str, Path] = field(default_factory=dict)  # name -> folder that experiments may read
+    # sampler
+    sampler_gpus: int = 0  # 0: the CPU
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    max_model_len: int = 8192
+    max_num_seqs: int = 256
+    kv_cache_bytes: int | None = None
+    sampler_threads: int = 1
+    # trainer
+    trainer_gpus: int = 0  # 0: the CPU
+    tokens_per_microbatch: int = 16384
+    trainer_threads: int = 1
+    host_memory_bytes: int | None = None  # limit of the AdapterStore
+    dtype: str = "auto"  # of the base model; auto: bfloat16 on GPUs, float32 on CPUs
+    versions_root: Path = Path("/dev/shm")  # noqa: S108 - tmpfs: versions are read once and removed
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or self.model
+
+    @property
+    def resolved_dtype(self) -> str:
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if self.sampler_gpus or self.trainer_gpus else "float32"
+
+    @property
+    def sampler_slots(self) -> int:
+        """Versions that the sampler may have to hold at once: the one being sampled and the one being published."""
+        return 2 * self.max_experiments
+
+
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def quantity(text: str) -> int:
+    """Bytes of a Kubernetes quantity such as 4Gi. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 4Gi or 500M, for example")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _volume(text: str) -> tuple[str, Path]:
+    name, sep, path = text.partition("=")
+    if not sep or not name or not Path(path).is_absolute():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=/ABSOLUTE/PATH")
+    return name, Path(path)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `clora-engine serve`."""
+    cores = os.cpu_count() or 2
+    add = parser.add_argument
+    add("--model", required=True, help="folder of the base model, or its name on the hub")
+    add("--model-name", default="", help="name that it is served under (default: --model)")
+    add("--revision", default=None, help="revision on the hub")
+    add("--storage", type=Path, required=True, help="folder for commits, rollouts and metrics")
+    add("--token-file", type=Path, required=True, help="file with the control API's bearer token")
+    add("--host", default="0.0.0.0", help="address to listen on")  # noqa: S104
+    add("--port", type=int, default=8080, help="port of the control API")
+    add("--max-experiments", type=int, default=8, help="experiments attached at once")
+    add("--max-rank", type=int, default=32, help="highest LoRA rank")
+    add("--data-volume", type=_volume, action="append", default=[], metavar="NAME=PATH", dest="data_volumes")
+    add("--sampler-gpus", type=int, default=0, help="GPUs that sample; 0: the CPU")
+    add("--tensor-parallel-size", type=int, default=1)
+    add("--data-parallel-size", type=int, default=1)
+    add("--max-model-len", type=int, default=8192, help="longest prompt and answer together, in tokens")
+    add("--max-num-seqs", type=int, default=256, help="sequences decoded in one batch")
+    add("--kv-cache-memory", type=quantity, default=None, dest="kv_cache_bytes", help="size of the KV cache, e.g. 4Gi")
+    add("--sampler-threads", type=int, default=max(1, cores // 2), help="threads of a sampler on the CPU")
+    add("--trainer-gpus", type=int, default=0, choices=(0, 1), help="GPUs that train; 0: the CPU")
+    add("--tokens-per-microbatch", type=int, default=16384)
+    add("--trainer-threads", type=int, default=max(1, cores // 2), help="threads of a trainer on the CPU")
+    add("--host-memory", type=quantity, default=None, dest="host_memory_bytes", help="limit of the AdapterStore")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of the base model")
+
+
+def from_arguments(args: argparse.Namespace) -> EngineConfig:
+    """The parsed flags as a config. Raises ValueError for flags that contradict each other."""
+    values = {k: v for k, v in vars(args).items() if k in EngineConfig.__dataclass_fields__}
+    values["data_volumes"] = dict(args.data_volumes)
+    config = EngineConfig(**values)
+    if config.sampler_gpus and config.tensor_parallel_size * config.data_parallel_size != config.sampler_gpus:
+        raise ValueError(
+            f"--sampler-gpus {config.sampler_gpus} must equal --tensor-parallel-size {config.tensor_parallel_size}"
+            f" times --data-parallel-size {config.data_parallel_size}"
+        )
+    return config

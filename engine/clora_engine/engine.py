@@ -1,0 +1,176 @@
+"""One life of an engine: epoch, model, trainer, sampler, supervisor, HTTP; and its end.
+
+The epoch ends when the process ends. The trainer's death ends it too (exit code 3): every adapter's state was in that
+process, and the next epoch resumes each experiment from its last commit. vLLM's core may die and come back within an
+epoch; the sampler sees to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from importlib.metadata import version as distribution_version
+from pathlib import Path
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from clora_engine.chat import load_tokenizer
+from clora_engine.config import EngineConfig
+from clora_engine.errors import EngineError, UserError
+from clora_engine.journal import next_epoch
+from clora_engine.sampler import Sampler, SamplerConfig
+from clora_engine.server.app import create_app
+from clora_engine.server.auth import TokenFile
+from clora_engine.server.metrics import EngineCollector
+from clora_engine.supervisor import Supervisor
+from clora_engine.trainer_client import TrainerClient
+from clora_engine.training import Services
+
+log = logging.getLogger(__name__)
+
+EXIT_TRAINER_DIED = 3
+SHUTDOWN_SECONDS = 90.0
+
+
+async def serve(config: EngineConfig) -> int:
+    """Runs an engine until SIGTERM or SIGINT (0), or its trainer's death (EXIT_TRAINER_DIED).
+
+    Raises UserError or ValueError for settings that cannot work, EngineError when the sampler does not come up.
+    """
+    token = TokenFile(config.token_file)
+    listener = _listen(config)
+    epoch = await asyncio.to_thread(next_epoch, config.storage)
+    supervisor = Supervisor(config, epoch, distribution_version("clora"))
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(supervisor))
+    # HTTP comes up before the model, so that a liveness probe is answered while it loads.
+    app = create_app(supervisor, token, registry)
+    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        return await _live(config, epoch, supervisor)
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def _live(config: EngineConfig, epoch: int, supervisor: Supervisor) -> int:
+    """From loading the model to the end. At SIGTERM every running step is brought to its commit first."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stopping = asyncio.create_task(stop.wait())
+    async with contextlib.AsyncExitStack() as stack:
+        loading = asyncio.create_task(_load(config, epoch, stack))
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            await asyncio.wait({loading})
+            return 0
+        services = loading.result()
+        supervisor.open(services)
+        log.info("epoch %d: ready on port %d", epoch, config.port)
+        dying = asyncio.create_task(services.trainer.died.wait())
+        await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
+        if services.trainer.died.is_set():
+            log.error("%s: this epoch ends", services.trainer.death)
+            return EXIT_TRAINER_DIED
+        await supervisor.stop(SHUTDOWN_SECONDS)
+        return 0
+
+
+async def _load(config: EngineConfig, epoch: int, stack: contextlib.AsyncExitStack) -> Services:
+    """Starts trainer and sampler side by side. What was started is closed by `stack`, also when the other fails."""
+    log.info("epoch %d: loading %s", epoch, config.served_name)
+    model = await asyncio.to_thread(_model_folder, config)
+    sampler = Sampler(_sampler_config(config, model, epoch))
+    starting = asyncio.create_task(_start_trainer(config, model))
+
+    async def close_trainer() -> None:
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, EngineError):
+            await (await starting).close()
+
+    stack.push_async_callback(close_trainer)
+    stack.push_async_callback(sampler.close)
+    await sampler.start()
+    return Services(config, await starting, sampler, await asyncio.to_thread(load_tokenizer, model))
+
+
+def _listen(config: EngineConfig) -> socket.socket:
+    """Binds first of all, so that a port in use is said at once."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise UserError(f"cannot listen on {config.host}:{config.port}: {error.strerror}", field="--port") from None
+    return listener
+
+
+def _model_folder(config: EngineConfig) -> Path:
+    """The model's local folder; a name on the hub is downloaded first. Raises UserError."""
+    if Path(config.model).is_dir():
+        return Path(config.model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(config.model, revision=config.revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise UserError(
+            f"--model {config.model} is neither a folder nor a model that the hub gives: {error}", field="--model"
+        ) from None
+
+
+async def _start_trainer(config: EngineConfig, model: Path) -> TrainerClient:
+    return await TrainerClient.start(
+        str(model),
+        model_name=config.served_name,
+        dtype=config.resolved_dtype,
+        device=f"cuda:{config.sampler_gpus}" if config.trainer_gpus else "cpu",
+        threads=config.trainer_threads,
+        max_rank=config.max_rank,
+        tokens_per_microbatch=config.tokens_per_microbatch,
+        host_limit_bytes=config.host_memory_bytes or _host_memory_bytes() // 2,
+    )
+
+
+def _host_memory_bytes() -> int:
+    """Memory of the machine, in bytes."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    raise EngineError("/proc/meminfo has no MemTotal")
+
+
+def _sampler_config(config: EngineConfig, model: Path, epoch: int) -> SamplerConfig:
+    return SamplerConfig(
+        model=model,
+        versions_root=config.versions_root / f"clora-{config.port}-{epoch}",
+        max_model_len=config.max_model_len,
+        max_lora_rank=config.max_rank,
+        slots=config.sampler_slots,
+        served_name=config.served_name,
+        dtype=config.resolved_dtype,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_bytes=config.kv_cache_bytes,
+        threads=None if config.sampler_gpus else config.sampler_threads,
+        tensor_parallel_size=config.tensor_parallel_size,
+        data_parallel_size=config.data_parallel_size,
+    )
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the engine, which has steps to bring to their commits before HTTP may go."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,344 @@
+"""One experiment on this engine: from its desired state to a report, through preparing, steps, and its end.
+
+    Preparing -> Running -> Succeeded
+        \\           |  \\-> Failed     (again from its last commit, when a higher `attempt` is desired)
+         \\          \\----> Suspended  (again when mode Run is desired)
+          \\-> Failed            any -> Deleting
+
+Whatever an experiment's own code, data or adapter does wrong ends this experiment, never the engine. The trainer's
+death alone is the engine's end (see engine.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from pydantic.alias_generators import to_camel
+
+from clora_api.control import (
+    DesiredExperiment,
+    ExperimentReport,
+    Phase,
+    ReportedCheckpoint,
+    ReportedProgress,
+    RunMode,
+    spec_digest,
+)
+from clora_engine import plan as planning
+from clora_engine.errors import CheckpointError, EngineError, TrainerDied, TransientError, UserError
+from clora_engine.journal import Commit, Journal
+from clora_engine.plan import Plan
+from clora_engine.training import Services, StepOutcome, Training
+
+log = logging.getLogger(__name__)
+
+# Of a step's line of metrics, what is shown in .status.progress.metrics (at most 16).
+SHOWN = (
+    *("reward_mean", "reward_std", "groups_without_spread", "completion_tokens_mean", "truncated", "eval_accuracy"),
+    *("loss", "entropy", "kl", "grad_norm", "learning_rate", "tokens_per_second"),
+    *("rollout_seconds", "train_seconds", "publish_seconds", "step_seconds"),
+)
+IMMUTABLE = ("lora", "environment", "data", "init_from")
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """result.json: how it ended for good. `report` is the last ExperimentReport as JSON."""
+
+    phase: str
+    report: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What the report says besides the steps."""
+
+    reason: str = ""
+    message: str = ""
+    field: str | None = None
+    retryable: bool = False
+
+
+class Experiment:
+    """See the module. `changed` is called whenever the report differs from before."""
+
+    def __init__(self, desired: DesiredExperiment, services: Services, epoch: int, changed: Callable[[], None]) -> None:
+        self.desired = desired
+        self.phase = Phase.SUSPENDED if desired.mode is RunMode.SUSPEND else Phase.PREPARING
+        self.spec_digest = spec_digest(desired)
+        self._services = services
+        self._epoch = epoch
+        self._changed = changed
+        self._journal = Journal(services.config.storage, desired.uid, epoch)
+        self._training = Training(services, self._journal, desired.uid, self._set_activity)
+        self._plan: Plan | None = None
+        self._plan_digest = ""
+        self._outcome = _Outcome()
+        self._attempt_of_failure = 0
+        self._step = self._position = 0
+        self._commit: Commit | None = None
+        self._values: dict[str, Any] = {}
+        self._reward: float | None = None
+        self._waited = 0.0
+        self._pace: float | None = None
+        self._activity = ""
+        self._published_step: int | None = None
+        self._loaded = False
+        self._stopping = False  # leave the slot at the end of the present step
+        self._delete_files = False
+
+    # ---------------------------------------------------------------- desired state
+
+    async def validate(self) -> None:
+        """Checks the spec against this engine. Raises UserError."""
+        await self._plan_now()
+
+    async def _plan_now(self) -> Plan:
+        if self._plan is None or self._plan_digest != self.spec_digest:
+            services = self._services
+            self._plan = await asyncio.to_thread(planning.build, self.desired, services.config, services.tokenizer)
+            self._plan_digest = self.spec_digest
+        return self._plan
+
+    def check_update(self, desired: DesiredExperiment) -> None:
+        """Raises UserError when `desired` changes what cannot change."""
+        for field in IMMUTABLE:
+            if getattr(desired.spec, field) != getattr(self.desired.spec, field):
+                raise UserError(f"{to_camel(field)} cannot change: create a new experiment", field=to_camel(field))
+        if desired.spec.algorithm.estimator != self.desired.spec.algorithm.estimator:
+            raise UserError("algorithm.estimator cannot change", field="algorithm.estimator")
+
+    def update(self, desired: DesiredExperiment) -> None:
+        """Takes a new desired state over; a running experiment follows it from its next step on."""
+        before = self.desired
+        self.desired = desired
+        self.spec_digest = spec_digest(desired)
+        if desired != before:
+            self._changed()
+
+    def due(self) -> bool:
+        """Whether it should be running and is not: `starting` and `run` come next."""
+        if self.desired.mode is RunMode.SUSPEND:
+            return False
+        if self.phase is Phase.FAILED:
+            return self.desired.attempt > self._attempt_of_failure
+        return self.phase in (Phase.PREPARING, Phase.SUSPENDED)
+
+    def starting(self) -> None:
+        self.phase, self._outcome, self._stopping = Phase.PREPARING, _Outcome(), False
+        self._changed()
+
+    def stop_for_deletion(self, *, files: bool) -> None:
+        self.phase, self._delete_files, self._stopping = Phase.DELETING, files, True
+        self._changed()
+
+    def stop_for_shutdown(self) -> None:
+        self._stopping = True
+
+    async def discard(self) -> None:
+        """The end of a deletion: removes the files if that was asked for."""
+        if self._delete_files and self._journal.owner() is not None:
+            self._journal.claim(self.desired.namespace, self.desired.name)
+            await asyncio.to_thread(self._journal.delete)
+
+    # ---------------------------------------------------------------- life
+
+    async def run(self) -> None:
+        """Runs it until it has succeeded, failed, or has to leave its slot. Raises nothing but CancelledError."""
+        try:
+            plan = await self._prepare()
+            while self._wanted(plan):
+                outcome = await self._training.step(plan, self._step + 1, self._position)
+                self._take(outcome)
+                plan = await self._plan_now()
+            await self._leave(plan)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            await self._release()
+            self._changed()
+
+    def _wanted(self, plan: Plan) -> bool:
+        return not self._stopping and self.desired.mode is RunMode.RUN and self._step < plan.spec.max_steps
+
+    async def _prepare(self) -> Plan:
+        plan = await self._plan_now()
+        await asyncio.to_thread(self._journal.claim, self.desired.namespace, self.desired.name)
+        commit = await asyncio.to_thread(self._journal.resume)
+        if self.desired.attempt > 0:
+            # a failure may lie in what was drawn: draw it anew
+            await asyncio.to_thread(self._journal.drop_groups, (commit.manifest.step if commit else 0) + 1)
+        trainer, uid = self._services.trainer, self.desired.uid
+        if commit is None:
+            await self._load_start(plan)
+            self._take(await self._training.begin(plan))
+        else:
+            await trainer.load(uid, commit.folder, optimizer=True, config=plan.lora)
+            self._step, self._position, self._commit = commit.manifest.step, commit.manifest.position, commit
+            await self._training.publish(self._step)
+        self._published_step, self._loaded = self._step, True
+        if self.phase is Phase.PREPARING:
+            self.phase = Phase.RUNNING
+        self._changed()
+        return plan
+
+    async def _load_start(self, plan: Plan) -> None:
+        """The adapter's first weights: fresh, or those that initFrom names."""
+        trainer, uid = self._services.trainer, self.desired.uid
+        source = self.desired.init_source
+        if source is not None:
+            folder = await asyncio.to_thread(self._init_commit_folder)
+            assert plan.spec.init_from is not None
+            await trainer.load(uid, folder, optimizer=plan.spec.init_from.optimizer, config=plan.lora)
+        elif plan.init_folder is not None:
+            await trainer.load(uid, plan.init_folder, optimizer=False, config=plan.lora)
+        elif plan.spec.init_from is not None:
+            raise UserError("initFrom.experiment was not resolved", field="initFrom.experiment")
+        else:
+            await trainer.create(uid, plan.lora)
+
+    def _init_commit_folder(self) -> Any:
+        """The folder of the commit to start from. Raises UserError: another tenant's, or none."""
+        source = self.desired.init_source
+        assert source is not None
+        journal = Journal(self._services.config.storage, source.uid, self._epoch)
+        owner = journal.owner()
+        if owner is None or owner.namespace != self.desired.namespace:
+            raise UserError(
+                "the experiment to start from has no commits on this engine's storage",
+                reason="InitFromNotFound",
+                field="initFrom.experiment",
+            )
+        try:
+            commit = journal.read_commit(source.step)
+        except CheckpointError as error:
+            raise UserError(str(error), reason="InitFromNotFound", field="initFrom.experiment.step") from None
+        if commit is None:
+            raise UserError(
+                f"{owner.name} has no commits yet", reason="InitFromNotFound", field="initFrom.experiment.name"
+            )
+        return commit.folder
+
+    async def _leave(self, plan: Plan) -> None:
+        """Everything made is committed before the slot is left."""
+        if self._commit is None or self._commit.manifest.step < self._step:
+            self._commit = await self._training.commit_now(self._step, self._position)
+        if self.phase is Phase.DELETING:
+            return
+        if self._step >= plan.spec.max_steps:
+            self.phase = Phase.SUCCEEDED
+            self._activity = ""
+            self._write_result()
+        elif self.desired.mode is RunMode.SUSPEND:
+            self.phase = Phase.SUSPENDED
+
+    def _take(self, outcome: StepOutcome) -> None:
+        self._step, self._position, self._values = outcome.step, outcome.position, outcome.values
+        self._commit = outcome.commit or self._commit
+        self._reward = outcome.values.get("reward_mean", self._reward)
+        self._waited += outcome.values.get("wait_trainer_seconds", 0.0)
+        seconds = outcome.values.get("step_seconds")
+        if seconds is not None:
+            self._pace = seconds if self._pace is None else 0.7 * self._pace + 0.3 * seconds
+        if not outcome.values.get("update_skipped") and outcome.values.get("trained_tokens", 1.0) > 0:
+            self._published_step = outcome.step
+        self._changed()
+
+    def _fail(self, error: Exception) -> None:
+        if self.phase is Phase.DELETING:
+            log.warning("%s: %s while it was being deleted", self.desired.uid, error)
+            return
+        if isinstance(error, TrainerDied):
+            # the epoch ends; the next one resumes from the last commit: no failure of the experiment
+            log.info("%s: %s", self.desired.uid, error)
+            return
+        self.phase, self._attempt_of_failure = Phase.FAILED, self.desired.attempt
+        if isinstance(error, EngineError):
+            retryable = not isinstance(error, UserError)
+            self._outcome = _Outcome(error.reason, str(error), error.field, retryable)
+            log.warning("%s failed: %s: %s", self.desired.uid, error.reason, error)
+        else:
+            self._outcome = _Outcome("ExperimentError", f"{type(error).__name__}: {error}"[:1024], None, True)
+            log.error("%s failed", self.desired.uid, exc_info=error)
+
+    async def _release(self) -> None:
+        """Leaves trainer and sampler; the files stay."""
+        self._loaded = False
+        self._services.sampler.drop(self.desired.uid)
+        try:
+            await self._services.trainer.delete(self.desired.uid)
+        except (EngineError, TransientError) as error:
+            log.debug("%s: %s", self.desired.uid, error)
+
+    def _set_activity(self, activity: str) -> None:
+        self._activity = activity
+        self._changed()
+
+    # ---------------------------------------------------------------- reports and results
+
+    def report(self, revision: int) -> ExperimentReport:
+        commit = self._commit
+        return ExperimentReport(
+            uid=self.desired.uid,
+            namespace=self.desired.namespace,
+            name=self.desired.name,
+            epoch=self._epoch,
+            revision=revision,
+            phase=self.phase,
+            mode=self.desired.mode,
+            attempt=self.desired.attempt,
+            spec_digest=self.spec_digest,
+            reason=self._outcome.reason,
+            message=self._outcome.message,
+            field=self._outcome.field,
+            retryable=self._outcome.retryable,
+            adapter_loaded=self._loaded,
+            adapter_version="" if self._published_step is None else f"{self.desired.name}@{self._published_step}",
+            adapter_digest=commit.digest if commit else "",
+            progress=self._progress(),
+            checkpoint=self._reported_checkpoint(commit) if commit else None,
+        )
+
+    def _progress(self) -> ReportedProgress:
+        shown = {to_camel(name): self._values[name] for name in SHOWN if _finite(self._values.get(name))}
+        return ReportedProgress(
+            step=self._step,
+            max_steps=self.desired.spec.max_steps,
+            reward=self._reward,
+            activity=self._activity if self.phase is Phase.RUNNING else "",
+            metrics=shown,
+            seconds_waited=self._waited,
+            seconds_per_step=self._pace,
+            last_step_time=self._values.get("time"),
+        )
+
+    def _reported_checkpoint(self, commit: Commit) -> ReportedCheckpoint:
+        path = str(commit.folder.relative_to(self._services.config.storage))
+        return ReportedCheckpoint(step=commit.manifest.step, path=path, digest=commit.digest)
+
+    def _write_result(self) -> None:
+        result = Result(phase=self.phase.value, report=self.report(0).to_api())
+        self._journal.write_json("result.json", msgspec.json.encode(result))
+
+    def restore_result(self) -> bool:
+        """Whether it has succeeded in an earlier life; it is then shown as it ended, and never run again."""
+        data = self._journal.read_json("result.json")
+        if data is None:
+            return False
+        last = ExperimentReport.model_validate(msgspec.json.decode(data, type=Result).report)
+        if last.namespace != self.desired.namespace:
+            return False
+        self.phase = Phase.SUCCEEDED
+        self._commit = self._journal.read_commit()
+        self._step = self._published_step = last.progress.step
+        self._reward = last.progress.reward
+        return True
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

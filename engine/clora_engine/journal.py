@@ -1,0 +1,299 @@
+"""One experiment's folder: rollouts, commits, metrics. The only code that writes there.
+
+    experiments/<uid>/
+        owner.json            the epoch that may write, and whose experiment it is
+        rollouts/00007.jsonl  the finished groups of step 7, each logged before anything is trained on it
+        steps/00007/          adapter_model.safetensors, adapter_config.json, optimizer.safetensors, manifest.json
+        metrics.jsonl         one line a step
+        result.json           written once, when the experiment has succeeded
+
+A step comes to exist at one moment: the rename of its manifest, which holds the digests of the step's files and the
+length of the metrics file. Everything that lies past it is taken back on resume. A commit by an older epoch than the
+folder's is refused, so that of two engines on one volume only the newer one writes.
+
+Only JSON and safetensors are read; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from clora_engine.errors import CheckpointError, StaleEpochError, UserError
+from clora_engine.types import Group
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A commit. `files`: name -> sha256 in hex. `metrics_bytes`: length of metrics.jsonl at the commit. `position`:
+    examples of the data consumed. `time`: seconds since the Unix epoch."""
+
+    step: int
+    epoch: int
+    files: dict[str, str]
+    metrics_bytes: int
+    position: int
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A step that exists: its folder, manifest, and the manifest's sha256."""
+
+    folder: Path
+    manifest: Manifest
+    digest: str
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    epoch: int
+    namespace: str
+    name: str
+
+
+def next_epoch(storage: Path) -> int:
+    """Counts the storage's epoch up by one and returns it: one life of an engine."""
+    storage.mkdir(parents=True, exist_ok=True)
+    with _locked(storage / ".epoch.lock"):
+        path = storage / "epoch"
+        epoch = (int(path.read_text()) if path.exists() else 0) + 1
+        _write_atomic(path, str(epoch).encode())
+    return epoch
+
+
+class Journal:
+    """The folder of experiment `uid`, opened by the engine of `epoch`.
+
+    Not thread-safe: one experiment loop uses it, one call at a time.
+    """
+
+    def __init__(self, storage: Path, uid: str, epoch: int) -> None:
+        self.folder = experiment_folder(storage, uid)
+        self.uid = uid
+        self.epoch = epoch
+        self._metrics = self.folder / "metrics.jsonl"
+
+    # ---------------------------------------------------------------- ownership
+
+    def claim(self, namespace: str, name: str) -> None:
+        """Takes the folder over for this epoch. Raises StaleEpochError if a newer engine has it, UserError if it
+        belongs to another namespace."""
+        (self.folder / "steps").mkdir(parents=True, exist_ok=True)
+        (self.folder / "rollouts").mkdir(exist_ok=True)
+        with _locked(self.folder / ".lock"):
+            owner = self.owner()
+            if owner is not None and owner.epoch > self.epoch:
+                raise StaleEpochError(f"{self.uid} belongs to epoch {owner.epoch}; this engine is epoch {self.epoch}")
+            if owner is not None and owner.namespace != namespace:
+                raise UserError(f"{self.uid} belongs to another namespace", field="metadata.uid")
+            mine = Owner(epoch=self.epoch, namespace=namespace, name=name)
+            _write_atomic(self.folder / "owner.json", msgspec.json.encode(mine))
+
+    def owner(self) -> Owner | None:
+        path = self.folder / "owner.json"
+        return msgspec.json.decode(path.read_bytes(), type=Owner) if path.exists() else None
+
+    @contextmanager
+    def _owned(self) -> Iterator[None]:
+        with _locked(self.folder / ".lock"):
+            owner = self.owner()
+            if owner is None or owner.epoch != self.epoch:
+                newer = "nobody" if owner is None else f"epoch {owner.epoch}"
+                raise StaleEpochError(f"{self.uid} belongs to {newer}; this engine is epoch {self.epoch}")
+            yield
+
+    # ---------------------------------------------------------------- commits
+
+    def step_folder(self, step: int) -> Path:
+        """Where the files of `step` are written before its commit; empty and ready."""
+        folder = self.folder / "steps" / f"{step:05d}"
+        if (folder / "manifest.json").exists():
+            raise CheckpointError(f"step {step} of {self.uid} is committed already")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def append_metrics(self, values: dict[str, Any]) -> None:
+        """Adds one line and syncs it. It counts once a commit covers it."""
+        line = json.dumps(values, allow_nan=False, sort_keys=False).encode() + b"\n"
+        with self._metrics.open("ab") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def commit(self, step: int, position: int, now: float) -> Commit:
+        """Commits what lies in step_folder(step) and all metrics so far.
+
+        Raises StaleEpochError when a newer engine has taken the folder over; nothing has come to exist then.
+        """
+        folder = self.folder / "steps" / f"{step:05d}"
+        files = {}
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith("manifest.json"):
+                continue
+            _sync(path)
+            files[path.name] = _sha256(path)
+        _sync(folder)
+        manifest = Manifest(
+            step=step,
+            epoch=self.epoch,
+            files=files,
+            metrics_bytes=self._metrics.stat().st_size if self._metrics.exists() else 0,
+            position=position,
+            time=now,
+        )
+        data = msgspec.json.encode(manifest)
+        with self._owned():
+            _write_atomic(folder / "manifest.json", data)
+        _sync(self.folder / "steps")
+        return Commit(folder, manifest, hashlib.sha256(data).hexdigest())
+
+    def commits(self) -> list[int]:
+        """Committed steps, ascending."""
+        return sorted(int(p.parent.name) for p in (self.folder / "steps").glob("[0-9]*/manifest.json"))
+
+    def read_commit(self, step: int | None = None) -> Commit | None:
+        """The commit of `step`, or the latest; None if there is none. Raises CheckpointError, naming the file, when
+        it is torn or foreign."""
+        steps = self.commits()
+        if step is None:
+            if not steps:
+                return None
+            step = steps[-1]
+        elif step not in steps:
+            raise CheckpointError(f"{self.uid} has no committed step {step}; it has {steps or 'none'}")
+        folder = self.folder / "steps" / f"{step:05d}"
+        data = (folder / "manifest.json").read_bytes()
+        try:
+            manifest = msgspec.json.decode(data, type=Manifest)
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(f"steps/{step:05d}/manifest.json of {self.uid} is unreadable: {error}") from None
+        if manifest.step != step:
+            raise CheckpointError(f"steps/{step:05d}/manifest.json of {self.uid} is of step {manifest.step}")
+        for name, digest in manifest.files.items():
+            path = folder / name
+            if Path(name).name != name or not path.is_file() or path.is_symlink() or _sha256(path) != digest:
+                raise CheckpointError(f"steps/{step:05d}/{name} of {self.uid} does not match its manifest")
+        return Commit(folder, manifest, hashlib.sha256(data).hexdigest())
+
+    def resume(self) -> Commit | None:
+        """The latest commit, with everything past it taken back: metrics lines and unfinished step folders."""
+        with self._owned():
+            commit = self.read_commit()
+            keep = commit.manifest.metrics_bytes if commit else 0
+            if self._metrics.exists():
+                if self._metrics.stat().st_size < keep:
+                    raise CheckpointError(f"metrics.jsonl of {self.uid} is shorter than its latest commit says")
+                with self._metrics.open("r+b") as file:
+                    file.truncate(keep)
+                    os.fsync(file.fileno())
+            elif keep:
+                raise CheckpointError(f"metrics.jsonl of {self.uid} is missing")
+            for folder in (self.folder / "steps").iterdir():
+                if not (folder / "manifest.json").exists():
+                    shutil.rmtree(folder)
+        return commit
+
+    def prune(self, keep: int) -> None:
+        """Removes commits but the first, the latest and `keep` before it, and the rollouts of steps as old."""
+        steps = self.commits()
+        for step in steps[1 : -keep - 1]:
+            folder = self.folder / "steps" / f"{step:05d}"
+            (folder / "manifest.json").unlink()  # first: a half-removed step must not look committed
+            shutil.rmtree(folder)
+        if steps:
+            for path in (self.folder / "rollouts").glob("*.jsonl"):
+                if int(path.stem) < steps[-1] - keep:
+                    path.unlink()
+
+    # ---------------------------------------------------------------- rollouts
+
+    def append_group(self, step: int, group: Group) -> None:
+        """Logs a finished group of `step` and syncs it."""
+        with self._rollouts(step).open("ab") as file:
+            file.write(msgspec.json.encode(group) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read_groups(self, step: int) -> dict[int, Group]:
+        """Finished groups of `step` by index. A torn last line (a kill while it was written) is dropped."""
+        path = self._rollouts(step)
+        if not path.exists():
+            return {}
+        data = path.read_bytes()
+        whole, _, torn = data.rpartition(b"\n")
+        if torn:
+            with path.open("r+b") as file:
+                file.truncate(len(whole) + 1 if whole else 0)
+        groups = (msgspec.json.decode(line, type=Group) for line in whole.split(b"\n") if line)
+        return {group.index: group for group in groups}
+
+    def drop_groups(self, step: int) -> None:
+        """Forgets the logged groups of `step`."""
+        self._rollouts(step).unlink(missing_ok=True)
+
+    def _rollouts(self, step: int) -> Path:
+        return self.folder / "rollouts" / f"{step:05d}.jsonl"
+
+    # ---------------------------------------------------------------- result
+
+    def write_json(self, name: str, data: bytes) -> None:
+        """Replaces a small file such as result.json."""
+        with self._owned():
+            _write_atomic(self.folder / name, data)
+
+    def read_json(self, name: str) -> bytes | None:
+        path = self.folder / name
+        return path.read_bytes() if path.exists() else None
+
+    def delete(self) -> None:
+        """Removes the folder and everything in it."""
+        with self._owned():
+            shutil.rmtree(self.folder / "steps", ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def experiment_folder(storage: Path, uid: str) -> Path:
+    """experiments/<uid>, for uids as Kubernetes makes them. Raises UserError for anything else."""
+    if not uid or len(uid) > 64 or not all(c.isascii() and (c.isalnum() or c == "-") for c in uid):
+        raise UserError(f"{uid!r} is not a uid", field="metadata.uid")
+    return storage / "experiments" / uid
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write_atomic(path: Path, data: bytes) -> None:
+    beside = path.with_name(path.name + ".new")
+    with beside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,161 @@
+"""From an experiment's spec to what its loop works with; everything that can be wrong with a spec is found here.
+
+The schema has checked shapes and bounds already. What only the engine can know is checked here, before the experiment
+gets a slot: rank against capacity, environment arguments, data, the model's chat template, paths below their roots.
+Every error is a UserError that names the field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clora_api.control import DesiredExperiment
+from clora_api.v1alpha1.base import number
+from clora_api.v1alpha1.experiment import Data as DataSpec
+from clora_api.v1alpha1.experiment import Estimator, ExperimentSpec, VolumePath
+from clora_engine import data, environments
+from clora_engine.chat import Renderer
+from clora_engine.config import EngineConfig
+from clora_engine.environments.protocol import EnvironmentFactory
+from clora_engine.errors import UserError
+from clora_engine.types import AdamParams, LoraConfig, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked spec. `init_folder`: a PEFT directory to start from, below a data volume."""
+
+    spec: ExperimentSpec
+    lora: LoraConfig
+    factory: EnvironmentFactory
+    renderer: Renderer
+    data: data.Data
+    init_folder: Path | None
+
+    @property
+    def supervised(self) -> bool:
+        return self.spec.algorithm.estimator is Estimator.SFT
+
+    @property
+    def temperature(self) -> float:
+        return number(self.spec.sampling.temperature)
+
+    def sampling(self, temperature: float) -> SamplingParams:
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=self.spec.sampling.max_tokens,
+            stop_token_ids=self.renderer.stop_token_ids,
+        )
+
+    def adam(self, step: int) -> AdamParams:
+        """AdamW's settings for step `step` (from 1): linear warm-up, then constant or linear down to a tenth."""
+        optimizer = self.spec.algorithm.optimizer
+        rate = number(self.spec.algorithm.learning_rate)
+        if optimizer.warmup_steps:
+            rate *= min(1.0, step / optimizer.warmup_steps)
+        if optimizer.schedule == "Linear":
+            rate *= 1.0 - 0.9 * min(1.0, (step - 1) / self.spec.max_steps)
+        return AdamParams(
+            learning_rate=rate,
+            beta1=number(optimizer.beta1),
+            beta2=number(optimizer.beta2),
+            eps=number(optimizer.epsilon),
+            weight_decay=number(optimizer.weight_decay),
+            grad_clip_norm=number(optimizer.max_grad_norm),
+        )
+
+
+def build(desired: DesiredExperiment, config: EngineConfig, tokenizer: Any) -> Plan:
+    """Checks a desired experiment against this engine. Blocking: it reads data. Raises UserError."""
+    spec = desired.spec
+    _check_numbers(spec, config)
+    factory = environments.create(spec.environment.name, spec.environment.arguments)
+    renderer = Renderer(tokenizer, factory.tools)
+    renderer.check_appends()
+    supervised = spec.algorithm.estimator is Estimator.SFT
+    return Plan(
+        spec=spec,
+        lora=_lora(spec),
+        factory=factory,
+        renderer=renderer,
+        data=data.load(
+            _source(spec.data, desired.data_text, config),
+            factory,
+            seed=spec.data.shuffle_seed,
+            held_out=spec.evaluation.examples,
+            chat=supervised,
+        ),
+        init_folder=_init_folder(spec, config),
+    )
+
+
+def _check_numbers(spec: ExperimentSpec, config: EngineConfig) -> None:
+    if spec.lora.rank > config.max_rank:
+        raise UserError(
+            f"lora.rank {spec.lora.rank} is above this engine's maxRank {config.max_rank}",
+            reason="RankTooHigh",
+            field="lora.rank",
+        )
+    if spec.sampling.max_tokens >= config.max_model_len:
+        raise UserError(
+            f"sampling.maxTokens {spec.sampling.max_tokens} leaves no room in a context of {config.max_model_len}",
+            field="sampling.maxTokens",
+        )
+    if not 0.01 <= number(spec.sampling.temperature) <= 2.0:
+        raise UserError("sampling.temperature must be between 0.01 and 2", field="sampling.temperature")
+    low, high = number(spec.algorithm.clip_low), number(spec.algorithm.clip_high)
+    if not low <= 1.0 <= high:
+        raise UserError(
+            f"algorithm.clipLow {low} and clipHigh {high} are ratios around 1: clipLow <= 1 <= clipHigh",
+            field="algorithm.clipLow",
+        )
+    for name in ("beta1", "beta2"):
+        if not 0.0 <= number(getattr(spec.algorithm.optimizer, name)) < 1.0:
+            raise UserError(f"algorithm.optimizer.{name} must be below 1", field=f"algorithm.optimizer.{name}")
+
+
+def _lora(spec: ExperimentSpec) -> LoraConfig:
+    modules = spec.lora.target_modules
+    return LoraConfig(
+        rank=spec.lora.rank,
+        alpha=spec.lora.alpha,
+        target_modules="all-linear" if modules == ["all-linear"] else tuple(modules),
+        seed=spec.lora.seed,
+    )
+
+
+def _source(spec: DataSpec, text: str | None, config: EngineConfig) -> data.Source:
+    if spec.builtin is not None:
+        return data.Builtin(spec.builtin)
+    if spec.config_map is not None:
+        if text is None:
+            raise UserError("the ConfigMap's contents were not sent along", field="data.configMap")
+        return data.Inline(text, f"ConfigMap {spec.config_map.name}, key {spec.config_map.key}")
+    assert spec.file is not None, "exactly one source: the schema's rule"
+    root = _volume(spec.file, config, "data.file.volume")
+    return data.File(root / spec.file.path, root, f"{spec.file.volume}/{spec.file.path}")
+
+
+def _init_folder(spec: ExperimentSpec, config: EngineConfig) -> Path | None:
+    if spec.init_from is None or spec.init_from.file is None:
+        return None
+    source = spec.init_from.file
+    root = _volume(source, config, "initFrom.file.volume").resolve()
+    folder = (root / source.path).resolve()
+    if not folder.is_relative_to(root) or not (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{source.volume}/{source.path} is no PEFT adapter directory within its volume",
+            reason="InitFromNotFound",
+            field="initFrom.file.path",
+        )
+    return folder
+
+
+def _volume(source: VolumePath, config: EngineConfig, field: str) -> Path:
+    root = config.data_volumes.get(source.volume)
+    if root is None:
+        known = ", ".join(sorted(config.data_volumes)) or "none"
+        raise UserError(f"this engine has no dataVolume {source.volume!r}; it has: {known}", field=field)
+    return root

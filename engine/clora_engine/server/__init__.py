@@ -1,0 +1,1 @@
+"""HTTP only: parses, asks the supervisor, answers."""

@@ -1,0 +1,39 @@
+"""The engine's Prometheus metrics, read from the supervisor at each scrape. No name or token of a tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from clora_engine.supervisor import Supervisor
+
+
+class EngineCollector(Collector):
+    """Gauges and counters under `clora_engine_`."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def collect(self) -> Iterator[Metric]:
+        experiments = GaugeMetricFamily("clora_engine_experiments", "Experiments by phase.", labels=["phase"])
+        for phase, count in self._supervisor.phases().items():
+            experiments.add_metric([phase.value], count)
+        yield experiments
+        yield GaugeMetricFamily("clora_engine_epoch", "The present life of the engine.", self._supervisor.epoch)
+        yield GaugeMetricFamily("clora_engine_ready", "1 when it serves.", float(self._supervisor.ready))
+        stats = self._supervisor.sampler_stats()
+        if stats is None:
+            return
+        yield GaugeMetricFamily("clora_engine_sampler_up", "1 when vLLM's core is up.", float(stats.up))
+        yield GaugeMetricFamily("clora_engine_sampler_generation", "Lives of vLLM's core.", stats.generation)
+        yield GaugeMetricFamily("clora_engine_sampler_running", "Requests being decoded.", stats.running)
+        yield GaugeMetricFamily("clora_engine_sampler_waiting", "Requests waiting in vLLM.", stats.waiting)
+        yield GaugeMetricFamily("clora_engine_sampler_versions", "Versions loaded.", len(stats.versions))
+        for name, value in (
+            ("generated", stats.generated_tokens),
+            ("prompt", stats.prompt_tokens),
+            ("cached_prompt", stats.cached_tokens),
+        ):
+            yield CounterMetricFamily(f"clora_engine_sampler_{name}_tokens", f"Tokens: {name}.", value)

