@@ -80,6 +80,7 @@ class Renderer:
         self._end_of_turn = self._find_end_of_turn()
         self._end_text: str = tokenizer.convert_ids_to_tokens(self._end_of_turn)
         self._format = self._find_format()
+        self._stop_token_ids = self._find_stop_tokens()
         native = self._format.name in ("Hermes", "Llama3")
         self._declared = [_tool_dict(tool) for tool in self._tools] if native else None
         self._keeps_system = self._holds([Message("system", _PROBE_TURN), Message("user", _PROBE_QUESTION)])
@@ -95,10 +96,7 @@ class Renderer:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a turn of the model; each is part of the turn's ids."""
-        vocabulary = self._tokenizer.get_vocab()
-        extra = [vocabulary[token] for token in self._format.stop_tokens if token in vocabulary]
-        eos = self._tokenizer.eos_token_id
-        return tuple(sorted({self._end_of_turn, *extra, *([] if eos is None else [eos])}))
+        return self._stop_token_ids
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The tokens before the model's first turn."""
@@ -178,6 +176,12 @@ class Renderer:
         if not found or end is None:
             raise _unsupported("the chat template ends an assistant's message with no special token")
         return int(end)
+
+    def _find_stop_tokens(self) -> tuple[int, ...]:
+        vocabulary = self._tokenizer.get_vocab()
+        extra = [vocabulary[token] for token in self._format.stop_tokens if token in vocabulary]
+        eos = self._tokenizer.eos_token_id
+        return tuple(sorted({self._end_of_turn, *extra, *([] if eos is None else [eos])}))
 
     def _find_format(self) -> ToolFormat:
         if not self._tools:
