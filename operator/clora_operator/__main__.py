@@ -1,0 +1,101 @@
+"""`clora-operator run`: settings, logging, the reconciler, and kopf as its watcher."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import kopf
+import prometheus_client
+from kubernetes.config.config_exception import ConfigException
+
+from clora_operator.handlers import register
+from clora_operator.kube import Kube, api_client
+from clora_operator.reconciler import Reconciler
+from clora_operator.settings import Settings
+
+log = logging.getLogger("clora_operator")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 after SIGTERM or SIGINT, 1 after an error, 2 for settings that cannot be."""
+    parser = argparse.ArgumentParser(prog="clora-operator", description="clora's Kubernetes operator.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    Settings.add_flags(commands.add_parser("run", help="watch LoRAEngines and LoRAExperiments and carry them out"))
+    flags = parser.parse_args(argv)
+    try:
+        settings = Settings.load(flags, os.environ)
+        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    except ValueError as error:
+        print(f"clora-operator: {error}", file=sys.stderr)
+        return 2
+    for noisy in ("httpx", "httpcore", "kubernetes"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if settings.kubeconfig:
+        os.environ["KUBECONFIG"] = settings.kubeconfig  # kopf's own login reads it too
+    try:
+        asyncio.run(run(settings))
+    except (ConfigException, kopf.LoginError) as error:
+        print(f"clora-operator: no access to a cluster: {error}", file=sys.stderr)
+        return 1
+    except Exception:
+        log.exception("the operator ends")
+        return 1
+    return 0
+
+
+async def run(settings: Settings) -> None:
+    """Until SIGTERM or SIGINT, which kopf handles. Raises what ended the reconciler or the watch."""
+    stop = asyncio.Event()
+    reconciler = Reconciler(Kube(api_client(settings.kubeconfig)), settings, lambda: datetime.now(UTC))
+    registry = kopf.OperatorRegistry()
+    register(registry, reconciler)
+    metrics_server = None
+    if settings.metrics_port:
+        metrics_server, _ = prometheus_client.start_http_server(settings.metrics_port)
+    host = f"http://0.0.0.0:{settings.liveness_port}/healthz" if settings.liveness_port else None
+    watcher = asyncio.create_task(
+        kopf.operator(
+            registry=registry,
+            settings=_kopf_settings(),
+            standalone=True,
+            clusterwide=not settings.namespaces,
+            namespaces=settings.namespaces,
+            liveness_endpoint=host,
+            stop_flag=stop,
+        ),
+        name="kopf",
+    )
+    worker = asyncio.create_task(reconciler.run(), name="reconciler")
+    try:
+        done, _ = await asyncio.wait((watcher, worker), return_when=asyncio.FIRST_COMPLETED)
+        stop.set()
+        await watcher
+        for task in done:
+            task.result()
+    finally:
+        stop.set()
+        worker.cancel()
+        await asyncio.gather(watcher, worker, return_exceptions=True)
+        await reconciler.close()
+        if metrics_server is not None:
+            metrics_server.shutdown()
+
+
+def _kopf_settings() -> kopf.OperatorSettings:
+    """kopf watches; it posts no events of its own and keeps nothing on the resources."""
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.watching.server_timeout = 300
+    settings.watching.client_timeout = 330
+    return settings
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

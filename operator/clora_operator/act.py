@@ -1,0 +1,201 @@
+"""Carries out a Plan: actions in order, then the status, then its events. Errors are joined: one action that fails does
+not keep the status from being written.
+
+Leaves out every decision. Kubernetes calls block and run in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+from clora_api import API_VERSION, FINALIZER
+from clora_api.control import spec_digest
+from clora_operator import metrics, workload
+from clora_operator.cache import Cache
+from clora_operator.engine_client import EngineError, RefusedError
+from clora_operator.kube import FIELD_MANAGER, PLURALS, Kube, KubeError
+from clora_operator.links import Links
+from clora_operator.observe import Answer
+from clora_operator.plan import (
+    Action,
+    AddFinalizer,
+    ApplyWorkload,
+    Connect,
+    CreateToken,
+    DeleteOnEngine,
+    Disconnect,
+    Event,
+    Plan,
+    PutOnEngine,
+    RemoveFinalizer,
+)
+from clora_operator.resources import Engine, Experiment, to_rfc3339
+from clora_operator.status import clip, merge_patch
+
+log = logging.getLogger(__name__)
+
+Clock = Callable[[], datetime]
+
+
+class Outcome:
+    """What became of a plan. answer: of a PUT; released: a DELETE was answered by 404; applied: digest of the manifests
+    that the API server took, or why it refused them."""
+
+    def __init__(self) -> None:
+        self.answer: Answer | None = None
+        self.released = False
+        self.applied: str | None = None
+        self.apply_error: str | None = None
+        self.written = False
+        self.conflict = False
+        self.errors: list[Exception] = []
+
+
+class Actor:
+    def __init__(self, kube: Kube, cache: Cache, links: Links, clock: Clock) -> None:
+        self._kube, self._cache, self._links, self._clock = kube, cache, links, clock
+
+    async def carry_out(self, resource: Experiment | Engine, plan: Plan) -> Outcome:
+        outcome = Outcome()
+        for action in plan.actions:
+            try:
+                await self._do(resource, action, outcome)
+            except (KubeError, EngineError, OSError) as error:
+                _note(error, outcome)
+        if plan.status is not None:
+            try:
+                await self._write_status(resource, plan.status)
+                outcome.written = True
+            except KubeError as error:
+                _note(error, outcome)
+        if not outcome.errors and not outcome.conflict:
+            for event in plan.events:
+                await self._tell(resource, event)
+        return outcome
+
+    async def _do(self, resource: Experiment | Engine, action: Action, outcome: Outcome) -> None:
+        match action:
+            case AddFinalizer():
+                await self._set_finalizers(resource, (*resource.meta.finalizers, FINALIZER))
+            case RemoveFinalizer():
+                rest = tuple(name for name in resource.meta.finalizers if name != FINALIZER)
+                await self._set_finalizers(resource, rest)
+            case PutOnEngine():
+                outcome.answer = await self._put(action)
+            case DeleteOnEngine():
+                link = self._links.get(action.engine)
+                outcome.released = link is not None and await link.delete(action.uid, action.files)
+            case CreateToken():
+                await asyncio.to_thread(self._kube.create_secret, resource.meta.namespace, _secret(resource, action))
+            case ApplyWorkload():
+                await self._apply(action, outcome)
+            case Connect():
+                await self._links.connect(resource.key, action.endpoint, action.token)
+            case Disconnect():
+                await self._links.retire(resource.key)
+
+    async def _put(self, action: PutOnEngine) -> Answer:
+        digest = spec_digest(action.desired)
+        link = self._links.get(action.engine)
+        if link is None:
+            return Answer(digest, self._clock(), error="the engine is not connected")
+        try:
+            await link.put(action.desired)
+        except RefusedError as refused:
+            return Answer(digest, self._clock(), problem=refused.problem)
+        except EngineError as error:
+            return Answer(digest, self._clock(), error=str(error))
+        return Answer(digest, self._clock())
+
+    async def _apply(self, action: ApplyWorkload, outcome: Outcome) -> None:
+        try:
+            for manifest in action.manifests:
+                await asyncio.to_thread(self._kube.apply, manifest)
+        except KubeError as error:
+            if error.status not in (400, 403, 409, 422):
+                raise
+            outcome.apply_error = clip(error.reason, 1024)  # the spec's or the cluster's fault: said in a condition
+            return
+        outcome.applied, outcome.apply_error = action.digest, ""
+
+    async def _set_finalizers(self, resource: Experiment | Engine, names: tuple[str, ...]) -> None:
+        metadata = {"resourceVersion": resource.meta.resource_version, "finalizers": list(names)}
+        try:
+            await self._patch(self._kube.patch, resource, {"metadata": metadata})
+        except KubeError as error:
+            if error.status != 404:  # gone already
+                raise
+
+    async def _write_status(self, resource: Experiment | Engine, status: Mapping[str, Any]) -> None:
+        body = {
+            "metadata": {"resourceVersion": resource.meta.resource_version},
+            "status": merge_patch(resource.raw_status, status),
+        }
+        await self._patch(self._kube.patch_status, resource, body)
+        metrics.STATUS_WRITES.labels(resource.key.kind).inc()
+
+    async def _patch(
+        self, call: Callable[..., dict[str, Any]], resource: Experiment | Engine, body: Mapping[str, Any]
+    ) -> None:
+        key = resource.key
+        answer = await asyncio.to_thread(call, PLURALS[key.kind], key.namespace, key.name, body)
+        self._cache.put_answer(key.kind, answer)
+
+    async def _tell(self, resource: Experiment | Engine, event: Event) -> None:
+        """An Event that cannot be made (a namespace that is being deleted takes none) is no error."""
+        body = _event_body(resource, event, self._clock())
+        try:
+            await asyncio.to_thread(self._kube.create_event, resource.meta.namespace, body)
+        except (KubeError, OSError) as error:
+            log.info("%s: the event %s was not taken: %s", resource.key, event.reason, error)
+
+
+def _note(error: Exception, outcome: Outcome) -> None:
+    """A lost race is no error: the newer version is looked at again."""
+    if isinstance(error, KubeError) and error.status in (404, 409):
+        outcome.conflict = True
+    else:
+        outcome.errors.append(error)
+
+
+def _secret(resource: Experiment | Engine, action: CreateToken) -> dict[str, Any]:
+    meta = resource.meta
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {
+            "name": action.secret,
+            "namespace": meta.namespace,
+            "labels": workload.labels(meta.name),
+            "ownerReferences": [workload.owner(meta)],
+        },
+        "stringData": {"token": secrets.token_urlsafe(32)},
+    }
+
+
+def _event_body(resource: Experiment | Engine, event: Event, now: datetime) -> dict[str, Any]:
+    meta, moment = resource.meta, to_rfc3339(now)
+    kind = "LoRAExperiment" if isinstance(resource, Experiment) else "LoRAEngine"
+    return {
+        "metadata": {"generateName": f"{meta.name[:200]}.", "namespace": meta.namespace},
+        "involvedObject": {
+            "apiVersion": API_VERSION,
+            "kind": kind,
+            "name": meta.name,
+            "namespace": meta.namespace,
+            "uid": meta.uid,
+            "resourceVersion": meta.resource_version,
+        },
+        "type": event.type,
+        "reason": event.reason,
+        "message": clip(event.message, 1000),
+        "source": {"component": FIELD_MANAGER},
+        "firstTimestamp": moment,
+        "lastTimestamp": moment,
+        "count": 1,
+    }

@@ -1,0 +1,330 @@
+"""decide_experiment: all policy about one LoRAExperiment. Pure: what was observed and the time go in, a Plan comes out.
+
+The questions of `_course` are asked in order and the first that has an answer decides. The engine's answer outranks
+memory and status. Leaves out deletion (decide_release) and which engine an experiment belongs to (placement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+from clora_api import FINALIZER
+from clora_api.control import OCCUPYING, DesiredExperiment, ExperimentReport, Phase, RunMode, spec_digest
+from clora_api.v1alpha1.conditions import ExperimentCondition, Reason
+from clora_api.v1alpha1.experiment import ExperimentSpec
+from clora_operator.decide_release import decide_release
+from clora_operator.experiment_status import Course, End, experiment_plan
+from clora_operator.observe import ObservedExperiment
+from clora_operator.plan import Action, AddFinalizer, DeleteOnEngine, Plan, PutOnEngine
+from clora_operator.resources import Key, find_condition, from_rfc3339
+from clora_operator.settings import Settings
+from clora_operator.status import Verdict
+
+PUT_RETRY_SECONDS = 5.0  # after a PUT that the engine did not answer
+LOOK_AGAIN_SECONDS = 30.0  # for what no event tells: a ConfigMap that appears
+LONGEST_BACKOFF_SECONDS = 300.0
+
+
+def decide_experiment(o: ObservedExperiment, now: datetime, settings: Settings) -> Plan:
+    if o.experiment.meta.deleted is not None:
+        return decide_release(o, now, settings)
+    if o.experiment.finished:
+        return _after_the_end(o)
+    if FINALIZER not in o.experiment.meta.finalizers:
+        return Plan(actions=(AddFinalizer(),))
+    if o.assignment is None:
+        return Plan()  # placement has not seen it yet and will wake it
+    case = _Case(o, now, settings)
+    course = next(course for question in _QUESTIONS if (course := question(case)) is not None)
+    return experiment_plan(o, course, now, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One decision's inputs, with what several questions need."""
+
+    o: ObservedExperiment
+    now: datetime
+    settings: Settings
+
+    @property
+    def spec(self) -> ExperimentSpec:
+        spec = self.o.experiment.spec
+        assert spec is not None
+        return spec
+
+    @property
+    def report(self) -> ExperimentReport | None:
+        return self.o.report
+
+    @property
+    def occupying(self) -> bool:
+        return self.report is not None and self.report.phase in OCCUPYING
+
+    @property
+    def engine_name(self) -> str:
+        assert self.o.assignment is not None
+        return self.o.assignment.engine or ""
+
+
+# ------------------------------------------------------------------------------- the questions, in order
+
+
+def _has_it_ended(case: _Case) -> Course | None:
+    report, attempts = case.report, case.o.experiment.status.restarts
+    if report is None:
+        return None
+    if report.phase is Phase.SUCCEEDED:
+        return Course(end=End(ExperimentCondition.SUCCEEDED, Reason.COMPLETED, report.message or "all steps are made"))
+    if report.phase is not Phase.FAILED or report.attempt < attempts:
+        return None
+    if not report.retryable:
+        where = f"{_field(report.field)}: " if report.field else ""
+        return Course(end=End(ExperimentCondition.FAILED, _word(report.reason), where + report.message))
+    limit = case.o.experiment.spec.backoff_limit if case.o.experiment.spec else 0
+    if report.attempt >= limit:
+        message = f"failed {report.attempt + 1} times, backoffLimit is {limit}; the last time: {report.message}"
+        return Course(end=End(ExperimentCondition.FAILED, Reason.BACKOFF_LIMIT_EXCEEDED, message))
+    return None
+
+
+def _is_it_overdue(case: _Case) -> Course | None:
+    deadline = _deadline(case)
+    if deadline is None or case.now < deadline:
+        return None
+    message = f"not finished after activeDeadlineSeconds {case.spec.active_deadline_seconds}"
+    return Course(end=End(ExperimentCondition.FAILED, Reason.DEADLINE_EXCEEDED, message))
+
+
+def _is_it_unacceptable(case: _Case) -> Course | None:
+    o = case.o
+    assert o.assignment is not None
+    if o.experiment.spec is None:
+        return _unaccepted(Reason.INVALID_SPEC, o.experiment.invalid)
+    if o.assignment.reason in (Reason.ENGINE_NOT_FOUND, Reason.RANK_TOO_HIGH):
+        return _unaccepted(o.assignment.reason, o.assignment.message)
+    if case.occupying:
+        return _refused_change(case)  # what it runs with was accepted, whatever has happened to its sources since
+    if o.data_missing:
+        return replace(_unaccepted(Reason.DATA_NOT_FOUND, o.data_missing), requeue_after=LOOK_AGAIN_SECONDS)
+    if o.init is not None and o.init.source is None and o.init.reason != Reason.WAITING_FOR_INIT:
+        assert o.init.reason is not None
+        return _unaccepted(o.init.reason, o.init.message)
+    if o.init is not None and o.init.engine not in (None, case.engine_name):
+        message = f"initFrom.experiment: its steps are on LoRAEngine {o.init.engine}, not on {case.engine_name}"
+        return _unaccepted(Reason.INIT_FROM_NOT_FOUND, message)
+    return _refused_change(case)
+
+
+def _refused_change(case: _Case) -> Course | None:
+    answer, desired = case.o.memory.answer, _desired(case.o, RunMode.RUN)
+    if answer is None or not answer.invalid or desired is None or answer.digest != spec_digest(desired):
+        return None
+    assert answer.problem is not None
+    problem = answer.problem
+    where = f"{_field(problem.field)}: " if problem.field else ""
+    course = _unaccepted(Reason.INVALID_SPEC, where + (problem.detail or problem.title))
+    return replace(course, requeue_after=LOOK_AGAIN_SECONDS)
+
+
+def _is_its_engine_silent(case: _Case) -> Course | None:
+    """Only for an experiment that may be running there: whoever waits, waits for a ready engine anyway."""
+    view = case.o.view
+    before = find_condition(case.o.experiment.status.conditions, ExperimentCondition.ATTACHED)
+    live = case.occupying or (before is not None and (before.status != "False" or before.reason == Reason.ATTACHING))
+    if not live or (view is not None and view.reachable):
+        return None
+    since = (view.down_since if view else None) or case.o.memory.silent_since or case.now
+    left = case.settings.unreachable_grace_seconds - (case.now - since).total_seconds()
+    if left > 0:
+        return Course(requeue_after=left)
+    trouble = (view.error if view else "") or "no answer yet"
+    message = f"LoRAEngine {case.engine_name} does not answer: {trouble}"
+    unknown = Verdict("Unknown", Reason.ENGINE_UNREACHABLE, message)
+    return Course(attached=unknown, progressing=unknown)
+
+
+def _is_it_suspended(case: _Case) -> Course | None:
+    if not case.spec.suspend:
+        return None
+    report = case.report
+    if report is None or not case.occupying:
+        return _waiting(Reason.SUSPENDED, "spec.suspend is true")
+    actions: tuple[Action, ...] = ()
+    desired = _desired(case.o, RunMode.SUSPEND)
+    if report.mode is not RunMode.SUSPEND and desired is not None:
+        actions = (PutOnEngine(_engine_key(case.o), desired),)
+    status = "True" if report.adapter_loaded else "False"
+    message = "finishing the step before the suspension"
+    return Course(
+        attached=Verdict("True" if status == "True" else "False", Reason.SUSPENDING, message),
+        progressing=Verdict("False", Reason.SUSPENDING, message),
+        actions=actions,
+        requeue_after=PUT_RETRY_SECONDS,
+    )
+
+
+def _does_it_wait_after_a_failure(case: _Case) -> Course | None:
+    report, attempts = case.report, case.o.experiment.status.restarts
+    if report is None or report.phase is not Phase.FAILED:
+        return None
+    attempt = max(attempts, report.attempt + 1)
+    pause = min(case.settings.retry_backoff_seconds * 2 ** min(attempt - 1, 16), LONGEST_BACKOFF_SECONDS)
+    seen = case.o.memory.failed
+    since = seen[1] if seen and seen[0] == report.attempt else case.now
+    left = pause - (case.now - since).total_seconds()
+    if left <= 0 and attempts == attempt:
+        return None
+    tries = f"try {attempt} of {case.spec.backoff_limit} follows {pause:g} s after the failure"
+    message = f"{tries}; {report.reason}: {report.message}"
+    return replace(_waiting(Reason.RETRYING, message), restarts=attempt, requeue_after=max(left, 0.0))
+
+
+def _does_it_wait_for_a_slot(case: _Case) -> Course | None:
+    o = case.o
+    assert o.assignment is not None
+    if case.occupying:
+        return None
+    if o.init is not None and o.init.source is None:
+        return _waiting(Reason.WAITING_FOR_INIT, o.init.message)
+    if o.view is None or not o.view.ready:
+        message = f"LoRAEngine {case.engine_name} is not ready"
+        return replace(_waiting(Reason.WAITING_FOR_ENGINE, message), wants_slot=True)
+    if not o.assignment.admitted:
+        reason = o.assignment.reason or Reason.QUEUED
+        message = o.assignment.message or f"waiting for a slot of LoRAEngine {case.engine_name}"
+        return replace(_waiting(reason, message), wants_slot=True, queue_position=o.assignment.position)
+    return None
+
+
+def _how_is_it_attached(case: _Case) -> Course:
+    """It has a slot, or may take one."""
+    o, report = case.o, case.report
+    status = o.experiment.status
+    desired = _desired(o, RunMode.RUN)
+    claimed = status.engine is not None and status.engine.name == case.engine_name
+    course = _attaching(f"LoRAEngine {case.engine_name} prepares the adapter")
+    if not claimed or (o.init is not None and status.init_from is None):
+        # Written before the engine is told: an operator that dies in between must not choose another engine.
+        return replace(course, claim=True, requeue_after=0.0)
+    if desired is not None and (report is None or _differs(report, desired)):
+        return _put(case, desired, course)
+    assert report is not None
+    if report.phase is Phase.RUNNING and report.adapter_loaded:
+        message = f"LoRAEngine {case.engine_name} holds the adapter (epoch {report.epoch})"
+        return Course(
+            attached=Verdict("True", Reason.ENGINE_CONFIRMED, message),
+            progressing=Verdict("True", Reason.RUNNING, "steps are being made"),
+            wants_slot=True,
+        )
+    return course
+
+
+_QUESTIONS: tuple[Callable[[_Case], Course | None], ...] = (
+    _has_it_ended,
+    _is_it_unacceptable,
+    _is_it_overdue,
+    _is_its_engine_silent,
+    _is_it_suspended,
+    _does_it_wait_after_a_failure,
+    _does_it_wait_for_a_slot,
+    _how_is_it_attached,
+)
+
+
+# ------------------------------------------------------------------------------- helpers
+
+
+def _put(case: _Case, desired: DesiredExperiment, course: Course) -> Course:
+    """Tells the engine, unless it did not take the same a moment ago. A running experiment's conditions wait for the
+    answer: a change of its spec is no detachment."""
+    attached = find_condition(case.o.experiment.status.conditions, ExperimentCondition.ATTACHED)
+    if case.occupying and attached is not None and attached.status == "True":
+        course = replace(course, attached=None)
+    answer = case.o.memory.answer
+    if answer is None or answer.digest != spec_digest(desired):
+        return replace(course, actions=(PutOnEngine(_engine_key(case.o), desired),), requeue_after=0.0)
+    left = PUT_RETRY_SECONDS - (case.now - answer.at).total_seconds()
+    if answer.full and case.o.view is not None and case.o.view.full_until is None:
+        left = 0.0  # a slot has become free since
+    if not answer.trouble or left <= 0:
+        return replace(course, actions=(PutOnEngine(_engine_key(case.o), desired),), requeue_after=0.0)
+    if course.attached is not None and answer.full:
+        course = replace(_waiting(Reason.QUEUED, answer.trouble), wants_slot=True)
+    elif course.attached is not None:
+        course = _attaching(f"LoRAEngine {case.engine_name} has not taken it and is asked again: {answer.trouble}")
+    return replace(course, requeue_after=left)
+
+
+def _differs(report: ExperimentReport, desired: DesiredExperiment) -> bool:
+    if report.phase is Phase.DELETING:
+        return False
+    told = (report.spec_digest, report.mode) == (spec_digest(desired), desired.mode)
+    return not told or report.attempt < desired.attempt
+
+
+def _after_the_end(o: ObservedExperiment) -> Plan:
+    """Nothing, but that an engine which still runs it (a deadline has passed) is told to stop."""
+    report = o.report
+    if report is None or report.phase not in (Phase.PREPARING, Phase.RUNNING) or report.mode is RunMode.SUSPEND:
+        return Plan()
+    desired = _desired(o, RunMode.SUSPEND)
+    stop: Action = DeleteOnEngine(_engine_key(o), o.experiment.meta.uid, "Retain")
+    if desired is not None:
+        stop = PutOnEngine(_engine_key(o), desired)
+    return Plan(actions=(stop,), requeue_after=PUT_RETRY_SECONDS)
+
+
+def _desired(o: ObservedExperiment, mode: RunMode) -> DesiredExperiment | None:
+    """None while its data or its starting weights are not known."""
+    experiment = o.experiment
+    if experiment.spec is None or o.data_missing or (o.init is not None and o.init.source is None):
+        return None
+    return DesiredExperiment(
+        uid=experiment.meta.uid,
+        namespace=experiment.meta.namespace,
+        name=experiment.meta.name,
+        generation=experiment.meta.generation,
+        spec=experiment.spec,
+        mode=mode,
+        attempt=experiment.status.restarts,
+        init_source=o.init.source if o.init else None,
+        data_text=o.data_text,
+    )
+
+
+def _engine_key(o: ObservedExperiment) -> Key:
+    name = o.assignment.engine if o.assignment else None
+    if name is None:
+        assert o.experiment.status.engine is not None
+        name = o.experiment.status.engine.name
+    return Key("engine", o.experiment.meta.namespace, name)
+
+
+def _deadline(case: _Case) -> datetime | None:
+    start, seconds = case.o.experiment.status.start_time, case.spec.active_deadline_seconds
+    return from_rfc3339(start) + timedelta(seconds=seconds) if start and seconds else None
+
+
+def _waiting(reason: Reason, message: str) -> Course:
+    verdict = Verdict("False", reason, message)
+    return Course(attached=verdict, progressing=verdict)
+
+
+def _attaching(message: str) -> Course:
+    return replace(_waiting(Reason.ATTACHING, message), wants_slot=True)
+
+
+def _unaccepted(reason: Reason, message: str) -> Course:
+    return replace(_waiting(reason, message), accepted=Verdict("False", reason, message))
+
+
+def _field(path: str | None) -> str:
+    return path if path and path.startswith("spec") else f"spec.{path}"
+
+
+def _word(reason: str) -> str:
+    """An engine's reason, if it is one CamelCase word."""
+    return reason if reason.isalnum() and reason[0].isupper() and len(reason) <= 64 else Reason.EXPERIMENT_ERROR

@@ -1,0 +1,169 @@
+"""decide_engine: all policy about one LoRAEngine. Pure: what was observed and the time go in, a Plan comes out."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from clora_api.v1alpha1.conditions import EngineCondition, Reason
+from clora_api.v1alpha1.engine import EngineStatus
+from clora_operator import workload
+from clora_operator.observe import ObservedEngine
+from clora_operator.plan import Action, ApplyWorkload, Connect, CreateToken, Disconnect, Event, Plan
+from clora_operator.resources import find_condition
+from clora_operator.settings import ServiceAddressing, Settings
+from clora_operator.status import Verdict, clip, delay_of_write, event_of, set_conditions, transitions, weigh
+
+LOOK_AGAIN_SECONDS = 10.0  # for what no event tells: a Secret that appears, a token that changes
+
+
+def decide_engine(o: ObservedEngine, now: datetime, settings: Settings) -> Plan:
+    if o.engine.meta.deleted is not None:
+        return Plan()
+    accepted = _accepted(o)
+    endpoint = _endpoint(o, settings) if accepted.status == "True" else ""
+    verdicts = {
+        EngineCondition.ACCEPTED: accepted,
+        EngineCondition.READY: _ready(o, accepted, now, settings),
+        EngineCondition.WORKLOAD_CURRENT: _workload_current(o),
+    }
+    said = {kind: verdict for kind, verdict in verdicts.items() if verdict is not None}
+    status = _status(o, said, endpoint, now)
+    raw_old, raw_new = o.engine.raw_status, status.to_api()
+    weight = weigh(raw_old, raw_new)
+    delay = delay_of_write(weight, o.last_write, now, settings)
+    write = weight != "none" and delay == 0
+    changed = transitions(o.engine.status.conditions, status.conditions)
+    events = tuple(_event(c.type, c.status, event_of(c, warning=c.status != "True")) for c in changed)
+    waits = [_requeue(o, said, now, settings), delay or None]
+    return Plan(
+        actions=_actions(o, accepted, endpoint),
+        status=raw_new if write else None,
+        events=tuple(e for e in events if e is not None) if write else (),
+        requeue_after=min((w for w in waits if w is not None), default=None),
+    )
+
+
+def _accepted(o: ObservedEngine) -> Verdict:
+    spec = o.engine.spec
+    if spec is None:
+        return Verdict("False", Reason.INVALID_SPEC, o.engine.invalid)
+    if o.rival is not None:
+        message = f"spec.endpoint: LoRAEngine {o.rival} is older and has the same endpoint; an engine has one operator"
+        return Verdict("False", Reason.ENDPOINT_IN_USE, message)
+    if spec.endpoint is None and (problem := workload.name_problem(o.engine)):
+        return Verdict("False", Reason.INVALID_SPEC, problem)
+    if o.apply_error:
+        return Verdict("False", Reason.INVALID_SPEC, o.apply_error)
+    if o.token is None and (spec.endpoint is not None or spec.token_secret_ref is not None):
+        name, key = o.token_secret
+        return Verdict("False", Reason.TOKEN_NOT_FOUND, f"spec.tokenSecretRef: Secret {name} with key {key} is missing")
+    return Verdict("True", Reason.SPEC_VALID, "the spec makes sense and what it refers to exists")
+
+
+def _ready(o: ObservedEngine, accepted: Verdict, now: datetime, settings: Settings) -> Verdict | None:
+    """None: within the grace of a silent engine, what was said last still stands."""
+    if accepted.status != "True":
+        return Verdict("False", accepted.reason, accepted.message)
+    view = o.view
+    if view is not None and view.unauthorized:
+        return Verdict("False", Reason.UNAUTHORIZED, f"the engine refuses the token in Secret {o.token_secret[0]}")
+    if view is not None and view.down_since is None and view.info is not None:
+        if view.info.ready:
+            return Verdict("True", Reason.SERVING, f"serves {view.info.model}")
+        return Verdict("False", Reason.STARTING, "the engine answers and is not ready yet")
+    before = find_condition(o.engine.status.conditions, EngineCondition.READY)
+    was_ready = before is not None and before.status == "True"
+    if view is None or view.down_since is None or not view.error:
+        return None if was_ready else Verdict("False", Reason.STARTING, "the engine has not answered yet")
+    if was_ready and (now - view.down_since).total_seconds() < settings.unreachable_grace_seconds:
+        return None
+    ours = o.engine.spec is not None and o.engine.spec.endpoint is None
+    if ours and o.engine.status.epoch == 0:
+        return Verdict("False", Reason.STARTING, "the engine has not answered yet")
+    return Verdict("False", Reason.UNREACHABLE, f"the engine does not answer: {view.error or 'no answer yet'}")
+
+
+def _workload_current(o: ObservedEngine) -> Verdict | None:
+    """Of the pod that runs, against the template that a new pod would get."""
+    if o.engine.spec is None:
+        return None
+    if o.engine.spec.endpoint is not None:
+        return Verdict("True", Reason.EXTERNAL, "somebody else runs this engine")
+    stateful_set = o.stateful_set
+    if stateful_set is None or o.pod is None:
+        return Verdict("Unknown", Reason.STARTING, "there is no pod yet")
+    status = stateful_set.get("status") or {}
+    if status.get("observedGeneration", 0) < stateful_set["metadata"]["generation"]:
+        return None  # the StatefulSet's controller has not looked at the new template yet, and will tell
+    running = (o.pod["metadata"].get("labels") or {}).get("controller-revision-hash")
+    if running == status.get("updateRevision"):
+        return Verdict("True", Reason.UP_TO_DATE, "the pod is what the spec asks for")
+    pod = o.pod["metadata"]["name"]
+    message = (
+        f"the pod runs an earlier template and is not restarted by itself: delete pod {pod} to move to the new one"
+    )
+    return Verdict("False", Reason.UPDATE_PENDING, message)
+
+
+def _endpoint(o: ObservedEngine, settings: Settings) -> str:
+    """Empty while it is not known."""
+    spec, meta = o.engine.spec, o.engine.meta
+    assert spec is not None
+    if spec.endpoint is not None:
+        return spec.endpoint
+    if settings.service_addressing is ServiceAddressing.DNS:
+        return f"http://{meta.name}.{meta.namespace}.svc:{workload.PORT}"
+    address = ((o.service or {}).get("spec") or {}).get("clusterIP", "")
+    host = f"[{address}]" if ":" in address else address
+    return f"http://{host}:{workload.PORT}" if host and host != "None" else ""
+
+
+def _actions(o: ObservedEngine, accepted: Verdict, endpoint: str) -> tuple[Action, ...]:
+    spec = o.engine.spec
+    actions: list[Action] = []
+    # a refused apply is tried again: what stood in its way may be gone
+    if spec is not None and spec.endpoint is None and (accepted.status == "True" or o.apply_error):
+        if o.token is None and spec.token_secret_ref is None:
+            actions.append(CreateToken(o.token_secret[0]))
+        children = workload.manifests(o.engine)
+        digest = workload.digest(children)
+        if o.stateful_set is None or o.applied != digest:
+            actions.append(ApplyWorkload(children, digest))
+    if endpoint and o.token is not None:
+        actions.append(Connect(endpoint, o.token))
+    elif accepted.status == "False" and accepted.reason in (Reason.ENDPOINT_IN_USE, Reason.INVALID_SPEC):
+        actions.append(Disconnect())
+    return tuple(actions)
+
+
+def _status(o: ObservedEngine, verdicts: dict[EngineCondition, Verdict], endpoint: str, now: datetime) -> EngineStatus:
+    old, generation = o.engine.status, o.engine.meta.generation
+    info = o.view.info if o.view else None
+    said = {str(kind): verdict for kind, verdict in verdicts.items()}
+    return EngineStatus(
+        conditions=set_conditions(old.conditions, said, generation, now),
+        observed_generation=generation,
+        epoch=info.epoch if info else old.epoch,
+        model=clip(info.model, 253) if info else old.model,
+        experiments=info.experiments if info else old.experiments,
+        capacity=info.max_experiments if info else old.capacity,
+        max_rank=info.max_rank if info else old.max_rank,
+        endpoint=endpoint or old.endpoint,
+    )
+
+
+def _requeue(
+    o: ObservedEngine, verdicts: dict[EngineCondition, Verdict], now: datetime, settings: Settings
+) -> float | None:
+    ready = verdicts.get(EngineCondition.READY)
+    if ready is None:
+        since = o.view.down_since if o.view else None
+        if since is None:
+            return 1.0
+        return max(0.1, settings.unreachable_grace_seconds - (now - since).total_seconds())
+    return None if ready.status == "True" else LOOK_AGAIN_SECONDS
+
+
+def _event(kind: str, status: str, event: Event) -> Event | None:
+    """Accepted and WorkloadCurrent are told when they become False; Ready always."""
+    return event if kind == EngineCondition.READY or status == "False" else None

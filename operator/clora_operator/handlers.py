@@ -1,0 +1,41 @@
+"""What kopf watches for us. A handler puts the object into the cache and wakes the reconciler, no more.
+
+Registered by a function on a registry of its own: no import has side effects. Plain event handlers, so that kopf keeps
+neither finalizers nor annotations on anybody's resources.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kopf
+
+from clora_api import GROUP, VERSION
+from clora_operator.kube import ENGINES, EXPERIMENTS
+from clora_operator.reconciler import Reconciler
+from clora_operator.resources import Key, Kind
+from clora_operator.workload import ENGINE_LABEL
+
+
+def register(registry: kopf.OperatorRegistry, reconciler: Reconciler) -> None:
+    def seen(kind: Kind, event: kopf.RawEvent) -> None:
+        body: Any = event["object"]
+        gone = event["type"] == "DELETED"
+        key = reconciler.cache.remove(kind, body) if gone else reconciler.cache.put(kind, body)
+        reconciler.wake(key)
+
+    @kopf.on.event(GROUP, VERSION, EXPERIMENTS, registry=registry)
+    async def experiment(event: kopf.RawEvent, **_: Any) -> None:
+        seen("experiment", event)
+
+    @kopf.on.event(GROUP, VERSION, ENGINES, registry=registry)
+    async def engine(event: kopf.RawEvent, **_: Any) -> None:
+        seen("engine", event)
+
+    @kopf.on.event("apps", "v1", "statefulsets", labels={ENGINE_LABEL: kopf.PRESENT}, registry=registry)
+    async def stateful_set(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
+        reconciler.wake(Key("engine", namespace or "", labels[ENGINE_LABEL]))
+
+    @kopf.on.probe(registry=registry)
+    async def synced(**_: Any) -> bool:
+        return reconciler.synced.is_set()

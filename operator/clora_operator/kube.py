@@ -1,0 +1,150 @@
+"""The few Kubernetes calls that the operator makes. All block: call them in a thread (`asyncio.to_thread`).
+
+Objects go in and out as plain dicts. Leaves out watching, which is kopf's part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import kubernetes
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config.config_exception import ConfigException
+
+from clora_api import GROUP, VERSION
+
+FIELD_MANAGER = "clora-operator"
+EXPERIMENTS = "loraexperiments"
+ENGINES = "loraengines"
+PLURALS = {"experiment": EXPERIMENTS, "engine": ENGINES}
+_TIMEOUT = (5.0, 30.0)  # seconds to connect, to read
+_APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
+
+
+class KubeError(Exception):
+    """The API server refused; `status` is the HTTP status, `reason` the server's sentence."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(f"the API server answered {status}: {reason}")
+        self.status, self.reason = status, reason
+
+
+def api_client(kubeconfig: str = "") -> kubernetes.client.ApiClient:
+    """From the given kubeconfig, the default one, or the pod's ServiceAccount, in this order.
+
+    Raises ConfigException where there is none.
+    """
+    configuration = kubernetes.client.Configuration()
+    try:
+        kubernetes.config.load_kube_config(kubeconfig or None, client_configuration=configuration)
+    except ConfigException:
+        if kubeconfig:
+            raise
+        kubernetes.config.load_incluster_config(client_configuration=configuration)
+    return kubernetes.client.ApiClient(configuration)
+
+
+class Kube:
+    """Thread-safe, as the client's connection pool is."""
+
+    def __init__(self, client: kubernetes.client.ApiClient) -> None:
+        self._client = client
+        self._core = kubernetes.client.CoreV1Api(client)
+        self._custom = kubernetes.client.CustomObjectsApi(client)
+
+    # ------------------------------------------------------------------ clora's own kinds
+
+    def list(self, plural: str, namespaces: tuple[str, ...]) -> list[dict[str, Any]]:
+        """All objects of one of clora's kinds in `namespaces`; none given: everywhere."""
+        if not namespaces:
+            answer = self._call(self._custom.list_cluster_custom_object, GROUP, VERSION, plural)
+            return list(answer["items"])
+        found = []
+        for namespace in namespaces:
+            answer = self._call(self._custom.list_namespaced_custom_object, GROUP, VERSION, namespace, plural)
+            found += answer["items"]
+        return found
+
+    def get(self, plural: str, namespace: str, name: str) -> dict[str, Any] | None:
+        return self._found(self._custom.get_namespaced_custom_object, GROUP, VERSION, namespace, plural, name)
+
+    def patch(self, plural: str, namespace: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """JSON merge patch; a resourceVersion in `body` makes a 409 of a lost race."""
+        call = self._custom.patch_namespaced_custom_object
+        return dict(self._call(call, GROUP, VERSION, namespace, plural, name, body, _content_type=_MERGE))
+
+    def patch_status(self, plural: str, namespace: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The same, of the status subresource."""
+        call = self._custom.patch_namespaced_custom_object_status
+        return dict(self._call(call, GROUP, VERSION, namespace, plural, name, body, _content_type=_MERGE))
+
+    # ------------------------------------------------------------------ what belongs to an engine or an experiment
+
+    def config_map(self, namespace: str, name: str) -> dict[str, Any] | None:
+        return self._found(self._core.read_namespaced_config_map, name, namespace)
+
+    def secret(self, namespace: str, name: str) -> dict[str, Any] | None:
+        return self._found(self._core.read_namespaced_secret, name, namespace)
+
+    def service(self, namespace: str, name: str) -> dict[str, Any] | None:
+        return self._found(self._core.read_namespaced_service, name, namespace)
+
+    def pod(self, namespace: str, name: str) -> dict[str, Any] | None:
+        return self._found(self._core.read_namespaced_pod, name, namespace)
+
+    def stateful_set(self, namespace: str, name: str) -> dict[str, Any] | None:
+        return self._found(self._custom.get_namespaced_custom_object, "apps", "v1", namespace, "statefulsets", name)
+
+    def create_secret(self, namespace: str, body: Mapping[str, Any]) -> None:
+        """Leaves one that exists alone."""
+        try:
+            self._call(self._core.create_namespaced_secret, namespace, body)
+        except KubeError as error:
+            if error.status != 409:
+                raise
+
+    def create_event(self, namespace: str, body: Mapping[str, Any]) -> None:
+        self._call(self._core.create_namespaced_event, namespace, body)
+
+    def apply(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Server-side apply of a Service, PersistentVolumeClaim or StatefulSet."""
+        kind, meta = manifest["kind"], manifest["metadata"]
+        name, namespace = meta["name"], meta["namespace"]
+        options = {"field_manager": FIELD_MANAGER, "force": True, "_content_type": _APPLY}
+        if kind == "StatefulSet":
+            call = self._custom.patch_namespaced_custom_object
+            return dict(self._call(call, "apps", "v1", namespace, "statefulsets", name, manifest, **options))
+        calls = {
+            "Service": self._core.patch_namespaced_service,
+            "PersistentVolumeClaim": self._core.patch_namespaced_persistent_volume_claim,
+        }
+        return dict(self._call(calls[kind], name, namespace, manifest, **options))
+
+    # ------------------------------------------------------------------
+
+    def _call(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            answer = call(*arguments, _request_timeout=_TIMEOUT, **options)
+        except ApiException as error:
+            raise KubeError(error.status or 0, _sentence(error)) from error
+        return self._client.sanitize_for_serialization(answer)
+
+    def _found(self, call: Callable[..., Any], *arguments: Any) -> dict[str, Any] | None:
+        try:
+            answer: dict[str, Any] = self._call(call, *arguments)
+        except KubeError as error:
+            if error.status == 404:
+                return None
+            raise
+        return answer
+
+
+def _sentence(error: ApiException) -> str:
+    """The `message` of the server's Status object, without headers and noise."""
+    try:
+        return str(json.loads(error.body)["message"])
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)

@@ -1,0 +1,137 @@
+"""What a decision is made from: the resource, the engine's answer, the children. Frozen.
+
+Leaves out every judgement: nothing here says what is to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from clora_api.control import ExperimentReport, InitSource, Problem
+from clora_api.v1alpha1.conditions import ExperimentCondition, Reason
+from clora_operator.links import EngineView
+from clora_operator.placement import Assignment
+from clora_operator.resources import Engine, Experiment, find_condition
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the engine said to the last PUT of an experiment. digest: of what was asked; problem: its refusal, if any;
+    error: why there was no answer."""
+
+    digest: str
+    at: datetime
+    problem: Problem | None = None
+    error: str = ""
+
+    @property
+    def invalid(self) -> bool:
+        return self.problem is not None and self.problem.type.endswith("/invalid-spec")
+
+    @property
+    def full(self) -> bool:
+        return self.problem is not None and self.problem.type.endswith("/capacity-exceeded")
+
+    @property
+    def trouble(self) -> str:
+        """Why it was not taken; empty when it was."""
+        return self.error or (self.problem.detail or self.problem.title if self.problem else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the operator remembers of one experiment between reconciles. All of it can be lost: it saves work and keeps
+    time, and nothing that must survive a restart is here."""
+
+    data_text: str | None = None
+    answer: Answer | None = None
+    failed: tuple[int, datetime] | None = None  # attempt whose failure was seen, and when
+    silent_since: datetime | None = None  # no link to its engine since
+    last_write: datetime | None = None
+    released: bool = False  # the engine knows it no longer
+    wants_slot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """initFrom.experiment, as far as it can be resolved: a source, or why there is none yet."""
+
+    source: InitSource | None
+    reason: Reason | None = None
+    message: str = ""
+    engine: str | None = None  # whose storage holds it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedExperiment:
+    """engine, view: the LoRAEngine that it is assigned to, or was told of, and what that engine says.
+    data_missing: why data.configMap could not be read; data_text: what it holds."""
+
+    experiment: Experiment
+    assignment: Assignment | None
+    engine: Engine | None
+    view: EngineView | None
+    data_text: str | None
+    data_missing: str
+    init: Init | None
+    memory: Memory
+
+    @property
+    def report(self) -> ExperimentReport | None:
+        return self.view.report(self.experiment.meta.uid) if self.view else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedEngine:
+    """rival: an older LoRAEngine with the same endpoint. token: None where the Secret or its key is missing.
+    applied: digest of the manifests that were last applied; apply_error: the API server's answer to them."""
+
+    engine: Engine
+    rival: str | None
+    token: str | None
+    token_secret: tuple[str, str]  # name, key
+    view: EngineView | None
+    stateful_set: Mapping[str, Any] | None
+    pod: Mapping[str, Any] | None
+    service: Mapping[str, Any] | None
+    applied: str
+    apply_error: str
+    last_write: datetime | None
+
+
+def resolve_init(experiment: Experiment, source: Experiment | None) -> Init | None:
+    """What initFrom.experiment comes to. `source` is the experiment of that name, if there is one.
+
+    Once resolved it is kept in status.initFrom and never resolved again: the source may be deleted, or finish more.
+    """
+    init = experiment.spec.init_from if experiment.spec else None
+    if init is None or init.experiment is None:
+        return None
+    if experiment.status.init_from is not None:
+        kept = experiment.status.init_from
+        return Init(InitSource(uid=kept.uid, step=kept.step))
+    if source is not None and source.meta.uid == experiment.meta.uid:
+        return Init(None, Reason.INIT_FROM_FAILED, "initFrom.experiment: an experiment cannot start from itself")
+    name, step = init.experiment.name, init.experiment.step
+    if source is None:
+        return Init(None, Reason.INIT_FROM_NOT_FOUND, f"initFrom.experiment: there is no LoRAExperiment {name}")
+    engine = source.status.engine.name if source.status.engine else None
+    committed = source.status.checkpoint.step if source.status.checkpoint else None
+    failed = find_condition(source.status.conditions, ExperimentCondition.FAILED)
+    succeeded = find_condition(source.status.conditions, ExperimentCondition.SUCCEEDED)
+    if step is not None and committed is not None and committed >= step:
+        return Init(InitSource(uid=source.meta.uid, step=step), engine=engine)
+    if succeeded is not None and succeeded.status == "True":
+        if step is not None:
+            message = f"initFrom.experiment: LoRAExperiment {name} has finished without step {step}"
+            return Init(None, Reason.INIT_FROM_FAILED, message)
+        return Init(InitSource(uid=source.meta.uid, step=committed), engine=engine)
+    if failed is not None and failed.status == "True":
+        wanted = f"step {step}" if step is not None else "an end"
+        message = f"initFrom.experiment: LoRAExperiment {name} has failed before it reached {wanted}: {failed.message}"
+        return Init(None, Reason.INIT_FROM_FAILED, message)
+    awaited = f"to reach step {step}" if step is not None else "to succeed"
+    return Init(None, Reason.WAITING_FOR_INIT, f"waiting for LoRAExperiment {name} {awaited}", engine=engine)

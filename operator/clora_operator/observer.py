@@ -1,0 +1,205 @@
+"""Gathers what observe describes: from the cache, from the links, and, for children, from the API server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from clora_api.control import Phase
+from clora_api.v1alpha1.conditions import EngineCondition
+from clora_operator import workload
+from clora_operator.cache import Cache
+from clora_operator.kube import Kube
+from clora_operator.links import Links
+from clora_operator.observe import Memory, ObservedEngine, ObservedExperiment, resolve_init
+from clora_operator.placement import Assignment, Claim, Room
+from clora_operator.resources import Engine, Experiment, Key, find_condition
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """As Memory, of one engine."""
+
+    applied: str = ""
+    apply_error: str = ""
+    last_write: datetime | None = None
+
+
+class Observer:
+    def __init__(self, kube: Kube, cache: Cache, links: Links, clock: Callable[[], datetime]) -> None:
+        self._kube, self._cache, self._links, self._clock = kube, cache, links, clock
+
+    async def experiment(
+        self, experiment: Experiment, assignment: Assignment | None, memory: Memory
+    ) -> ObservedExperiment:
+        """The memory that it returns has the times in it at which things were first seen."""
+        told = experiment.status.engine
+        name = told.name if told else assignment.engine if assignment else None
+        engine_key = Key("engine", experiment.meta.namespace, name or "")
+        view = self._links.view(engine_key)
+        report = view.report(experiment.meta.uid) if view else None
+        failed = memory.failed
+        if report is not None and report.phase is Phase.FAILED and (failed is None or failed[0] != report.attempt):
+            failed = (report.attempt, self._clock())
+        silent_since = None if view is not None else memory.silent_since or self._clock()
+        text, missing = await self._data(experiment, memory)
+        return ObservedExperiment(
+            experiment=experiment,
+            assignment=assignment,
+            engine=self._cache.engine(engine_key),
+            view=view,
+            data_text=text,
+            data_missing=missing,
+            init=resolve_init(experiment, self._init_source(experiment)),
+            memory=replace(memory, data_text=text, failed=failed, silent_since=silent_since),
+        )
+
+    def _init_source(self, experiment: Experiment) -> Experiment | None:
+        init = experiment.spec.init_from if experiment.spec else None
+        if init is None or init.experiment is None:
+            return None
+        return self._cache.experiment(Key("experiment", experiment.meta.namespace, init.experiment.name))
+
+    async def _data(self, experiment: Experiment, memory: Memory) -> tuple[str | None, str]:
+        """Contents of data.configMap, and why they are missing. Read once: data cannot change after creation. An engine
+        that refused them is a reason to read them again."""
+        spec, namespace = experiment.spec, experiment.meta.namespace
+        if spec is None or spec.data.config_map is None or experiment.meta.deleted is not None:
+            return None, ""
+        refused = memory.answer is not None and memory.answer.invalid
+        if memory.data_text is not None and not refused:
+            return memory.data_text, ""
+        source = spec.data.config_map
+        found = await asyncio.to_thread(self._kube.config_map, namespace, source.name)
+        if found is None:
+            return None, f"spec.data.configMap: there is no ConfigMap {source.name} in namespace {namespace}"
+        text = (found.get("data") or {}).get(source.key)
+        if text is None:
+            return None, f"spec.data.configMap: ConfigMap {source.name} has no key {source.key}"
+        return str(text), ""
+
+    async def engine(self, engine: Engine, memory: EngineMemory) -> ObservedEngine:
+        name, key = workload.token_secret(engine)
+        namespace = engine.meta.namespace
+        secret = await asyncio.to_thread(self._kube.secret, namespace, name)
+        stateful_set = pod = service = None
+        if engine.spec is not None and engine.spec.endpoint is None:
+            stateful_set = await asyncio.to_thread(self._kube.stateful_set, namespace, engine.meta.name)
+            pod = await asyncio.to_thread(self._kube.pod, namespace, f"{engine.meta.name}-0")
+            service = await asyncio.to_thread(self._kube.service, namespace, engine.meta.name)
+        return ObservedEngine(
+            engine=engine,
+            rival=rival(engine, self._cache.engines()),
+            token=_decode(secret, key),
+            token_secret=(name, key),
+            view=self._links.view(engine.key),
+            stateful_set=stateful_set,
+            pod=pod,
+            service=service,
+            applied=memory.applied,
+            apply_error=memory.apply_error,
+            last_write=memory.last_write,
+        )
+
+
+def rival(engine: Engine, others: list[Engine]) -> str | None:
+    """The oldest other LoRAEngine with the same endpoint, if it is older."""
+    endpoint = _endpoint(engine)
+    if endpoint is None:
+        return None
+    same = [other for other in others if _endpoint(other) == endpoint]
+    oldest = min(same, key=lambda other: (*other.meta.age_order, other.meta.uid), default=engine)
+    if oldest.meta.uid == engine.meta.uid:
+        return None
+    return (
+        f"{oldest.meta.namespace}/{oldest.meta.name}"
+        if oldest.meta.namespace != engine.meta.namespace
+        else (oldest.meta.name)
+    )
+
+
+def _endpoint(engine: Engine) -> str | None:
+    endpoint = engine.spec.endpoint if engine.spec else None
+    return endpoint.lower() if endpoint else None
+
+
+def rooms(cache: Cache, links: Links, now: datetime) -> list[Room]:
+    """What placement has to know of the engines."""
+    ours = {experiment.meta.uid for experiment in cache.experiments()}
+    found = []
+    for engine in cache.engines():
+        view = links.view(engine.key)
+        info = view.info if view else None
+        accepted = find_condition(engine.status.conditions, EngineCondition.ACCEPTED)
+        refused = accepted is not None and accepted.status == "False"
+        max_rank = info.max_rank if info else engine.status.max_rank or None
+        if max_rank is None and engine.spec is not None and engine.spec.endpoint is None:
+            max_rank = engine.spec.capacity.max_rank
+        found.append(
+            Room(
+                namespace=engine.meta.namespace,
+                name=engine.meta.name,
+                labels=engine.meta.labels,
+                ready=view is not None and view.ready and not refused,
+                capacity=info.max_experiments if info else 0,
+                max_rank=max_rank,
+                strangers=len(view.occupants() - ours) if view else 0,
+                full=view is not None and view.full_until is not None and view.full_until > now,
+            )
+        )
+    return found
+
+
+def claims(cache: Cache, links: Links, memories: Mapping[str, Memory]) -> list[Claim]:
+    """What placement has to know of the experiments. One that is being deleted or has ended keeps its slot until the
+    engine says otherwise, and wants none."""
+    found = []
+    for experiment in cache.experiments():
+        meta, spec, told = experiment.meta, experiment.spec, experiment.status.engine
+        view = links.view(Key("engine", meta.namespace, told.name)) if told else None
+        holds = view is not None and meta.uid in view.occupants()
+        over = experiment.finished or meta.deleted is not None
+        if over and not holds:
+            continue
+        memory = memories.get(meta.uid)
+        found.append(
+            Claim(
+                uid=meta.uid,
+                namespace=meta.namespace,
+                name=meta.name,
+                created=meta.created,
+                rank=spec.lora.rank if spec else 0,
+                engine=spec.engine_ref.name if spec and spec.engine_ref else None,
+                selector=spec.engine_selector.match_labels if spec and spec.engine_selector else None,
+                pinned=told.name if told else _init_engine(experiment, cache),
+                holds=holds,
+                wants=not over and memory is not None and memory.wants_slot,
+            )
+        )
+    return found
+
+
+def _init_engine(experiment: Experiment, cache: Cache) -> str | None:
+    """With a selector, the engine that holds the steps which it starts from."""
+    spec = experiment.spec
+    if spec is None or spec.engine_ref is not None or spec.init_from is None or spec.init_from.experiment is None:
+        return None
+    source = cache.experiment(Key("experiment", experiment.meta.namespace, spec.init_from.experiment.name))
+    return source.status.engine.name if source is not None and source.status.engine else None
+
+
+def _decode(secret: Mapping[str, Any] | None, key: str) -> str | None:
+    """The token, without the line end that files tend to have; None where there is none."""
+    encoded = ((secret or {}).get("data") or {}).get(key)
+    if not encoded:
+        return None
+    try:
+        text = base64.b64decode(encoded).decode("ascii").strip()
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+    return text or None

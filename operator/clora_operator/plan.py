@@ -1,0 +1,97 @@
+"""What a decision is made of: actions, a status, events, and when to look again. Pure data.
+
+Leaves out how anything is carried out: that is act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from clora_api.control import DesiredExperiment
+from clora_operator.resources import Key
+
+
+@dataclass(frozen=True, slots=True)
+class AddFinalizer:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveFinalizer:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class PutOnEngine:
+    """Tell `engine` what is wanted of an experiment."""
+
+    engine: Key
+    desired: DesiredExperiment
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteOnEngine:
+    """Ask `engine` for the last checkpoint and the end of an adapter; repeated until it answers 404."""
+
+    engine: Key
+    uid: str
+    files: Literal["Retain", "Delete"]
+
+
+@dataclass(frozen=True, slots=True)
+class CreateToken:
+    """Make the Secret with a random bearer token, unless it is there."""
+
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyWorkload:
+    """Server-side apply of the engine's children, in order."""
+
+    manifests: tuple[Mapping[str, Any], ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Keep in touch with the engine at `endpoint`."""
+
+    endpoint: str
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    pass
+
+
+Action = (
+    AddFinalizer | RemoveFinalizer | PutOnEngine | DeleteOnEngine | CreateToken | ApplyWorkload | Connect | Disconnect
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A Kubernetes Event; `reason` is CamelCase."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """status         the whole status to be written; None: leave it as it is
+    requeue_after  seconds; None: wait for the next event
+    wants_slot     (experiments) placement may give it a slot
+    Events are only told once the status that they speak of is written.
+    """
+
+    actions: tuple[Action, ...] = ()
+    status: Mapping[str, Any] | None = None
+    events: tuple[Event, ...] = ()
+    requeue_after: float | None = None
+    wants_slot: bool = False

@@ -1,0 +1,256 @@
+"""The level-based loop: a key is due -> observe -> decide -> act. Everything that can happen only makes keys due.
+
+Three tasks beside the workers: placement (one writer of who goes where), the resync (a full list against missed events,
+and adapters whose resource is gone), and the links to the engines. Leaves out watching (handlers) and all policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+
+from clora_operator import metrics
+from clora_operator.act import Actor, Outcome
+from clora_operator.cache import Cache
+from clora_operator.decide import decide_experiment
+from clora_operator.decide_engine import decide_engine
+from clora_operator.engine_client import EngineError
+from clora_operator.kube import ENGINES, EXPERIMENTS, Kube
+from clora_operator.links import Change, Links
+from clora_operator.observe import Memory
+from clora_operator.observer import EngineMemory, Observer, claims, rooms
+from clora_operator.placement import Assignment, place
+from clora_operator.resources import Experiment, Key
+from clora_operator.settings import Settings
+from clora_operator.work_queue import WorkQueue
+
+log = logging.getLogger(__name__)
+
+PLACEMENT_DELAY_SECONDS = 0.05  # what happens together is placed together
+START_RETRY_SECONDS = 5.0
+
+
+class Reconciler:
+    """`run` ends only by cancellation or by a bug in one of its tasks, which then ends the process."""
+
+    def __init__(self, kube: Kube, settings: Settings, clock: Callable[[], datetime]) -> None:
+        self._kube, self._settings, self._clock = kube, settings, clock
+        self.cache = Cache()
+        self.links = Links(settings.poll_seconds, clock, self._on_change)
+        self._actor = Actor(kube, self.cache, self.links, clock)
+        self._observer = Observer(kube, self.cache, self.links, clock)
+        self._queue: WorkQueue[Key] = WorkQueue()
+        self._assignments: dict[str, Assignment] = {}
+        self._memories: dict[str, Memory] = {}  # of experiments, by uid
+        self._engines: dict[Key, EngineMemory] = {}
+        self._placement_due = asyncio.Event()
+        self._woken: set[Key] = set()  # experiments to look at after the next placement
+        self.synced = asyncio.Event()
+
+    # ------------------------------------------------------------------ what wakes
+
+    def wake(self, key: Key) -> None:
+        """Something about `key` may have changed."""
+        if key.kind == "experiment":
+            self._woken.add(key)
+        else:
+            self._queue.add(key)
+            for other in self.cache.engines():  # two engines may want one endpoint
+                if other.key != key and self.cache.engine(key) is None:
+                    self._queue.add(other.key)
+        self._placement_due.set()
+
+    def _on_change(self, change: Change) -> None:
+        if change.engine_changed:
+            self._queue.add(change.engine)
+        namespace = change.engine.namespace
+        for experiment in self.cache.experiments():
+            meta = experiment.meta
+            told = experiment.status.engine
+            concerned = told is not None and told.name == change.engine.name and change.engine_changed
+            if meta.namespace == namespace and (meta.uid in change.uids or concerned):
+                self._woken.add(experiment.key)
+        self._placement_due.set()
+
+    # ------------------------------------------------------------------ the tasks
+
+    async def run(self) -> None:
+        await self._first_sync()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._place_for_ever(), name="placement")
+            group.create_task(self._resync_for_ever(), name="resync")
+            for number in range(self._settings.workers):
+                group.create_task(self._work(), name=f"worker {number}")
+
+    async def close(self) -> None:
+        await self.links.close()
+
+    async def _first_sync(self) -> None:
+        """Nothing is decided before everything has been seen once."""
+        while True:
+            try:
+                await self._list_everything()
+            except Exception as error:
+                log.warning("cannot list clora's resources yet: %s", error)
+                await asyncio.sleep(START_RETRY_SECONDS)
+                continue
+            self.synced.set()
+            return
+
+    async def _work(self) -> None:
+        while True:
+            key = await self._queue.get()
+            metrics.QUEUE_DEPTH.set(len(self._queue))
+            started = time.perf_counter()
+            try:
+                again = await self._reconcile(key)
+            except Exception as error:
+                delay = self._queue.retry(key)
+                metrics.RECONCILES.labels(key.kind, "error").inc()
+                log.warning("%s: %s; again in %.1f s", key, error, delay, exc_info=not isinstance(error, _EXPECTED))
+            else:
+                self._queue.done(key)
+                metrics.RECONCILES.labels(key.kind, "ok").inc()
+                if again is not None:
+                    self._queue.add(key, again)
+            metrics.RECONCILE_SECONDS.labels(key.kind).observe(time.perf_counter() - started)
+
+    async def _reconcile(self, key: Key) -> float | None:
+        """Seconds until it is due again; None: with the next event."""
+        if key.kind == "engine":
+            return await self._reconcile_engine(key)
+        experiment = self.cache.experiment(key)
+        return None if experiment is None else await self._reconcile_experiment(experiment)
+
+    async def _reconcile_experiment(self, experiment: Experiment) -> float | None:
+        uid, key = experiment.meta.uid, experiment.key
+        memory = self._memories.get(uid, Memory())
+        observed = await self._observer.experiment(experiment, self._assignments.get(uid), memory)
+        plan = decide_experiment(observed, self._clock(), self._settings)
+        outcome = await self._actor.carry_out(experiment, plan)
+        wants_changed = plan.wants_slot != observed.memory.wants_slot
+        self._memories[uid] = replace(
+            observed.memory,
+            answer=outcome.answer or observed.memory.answer,
+            released=outcome.released or observed.memory.released,
+            last_write=self._clock() if outcome.written else observed.memory.last_write,
+            wants_slot=plan.wants_slot,
+        )
+        if wants_changed:
+            self._placement_due.set()
+        if outcome.released:
+            self._queue.add(key)
+        return await self._settle(key, outcome, plan.requeue_after)
+
+    async def _reconcile_engine(self, key: Key) -> float | None:
+        engine = self.cache.engine(key)
+        if engine is None:
+            self._engines.pop(key, None)
+            await self._retire_unless_needed(key)
+            return None
+        memory = self._engines.get(key, EngineMemory())
+        observed = await self._observer.engine(engine, memory)
+        plan = decide_engine(observed, self._clock(), self._settings)
+        outcome = await self._actor.carry_out(engine, plan)
+        self._engines[key] = EngineMemory(
+            applied=memory.applied if outcome.applied is None else outcome.applied,
+            apply_error=memory.apply_error if outcome.apply_error is None else outcome.apply_error,
+            last_write=self._clock() if outcome.written else memory.last_write,
+        )
+        changed = outcome.applied is not None or self._engines[key].apply_error != memory.apply_error
+        return await self._settle(key, outcome, 0.0 if changed else plan.requeue_after)
+
+    async def _settle(self, key: Key, outcome: Outcome, requeue_after: float | None) -> float | None:
+        if outcome.errors:
+            raise ReconcileError("; ".join(str(error) for error in outcome.errors))
+        if not outcome.conflict:
+            return requeue_after
+        # somebody else wrote first: take the newest version rather than wait for its event
+        plural = EXPERIMENTS if key.kind == "experiment" else ENGINES
+        body = await asyncio.to_thread(self._kube.get, plural, key.namespace, key.name)
+        if body is not None:
+            self.cache.put_answer(key.kind, body)
+        return 0.0 if body is not None else None
+
+    # ------------------------------------------------------------------ placement
+
+    async def _place_for_ever(self) -> None:
+        while True:
+            await self._placement_due.wait()
+            await asyncio.sleep(PLACEMENT_DELAY_SECONDS)
+            self._placement_due.clear()
+            with metrics.PLACEMENT_SECONDS.time():
+                self._place()
+
+    def _place(self) -> None:
+        now = self._clock()
+        seats = rooms(self.cache, self.links, now)
+        found = place(seats, claims(self.cache, self.links, self._memories))
+        old, self._assignments = self._assignments, found
+        for experiment in self.cache.experiments():
+            uid = experiment.meta.uid
+            if experiment.key in self._woken or old.get(uid) != found.get(uid):
+                self._queue.add(experiment.key)
+        self._woken.clear()
+        metrics.ENGINES_REACHABLE.set(sum(link.view.reachable for link in self.links))
+        ends = [link.view.full_until for link in self.links if link.view.full_until and link.view.full_until > now]
+        if ends:
+            wait = (min(ends) - now).total_seconds()
+            asyncio.get_running_loop().call_later(wait, self._placement_due.set)
+
+    # ------------------------------------------------------------------ resync
+
+    async def _resync_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.resync_seconds)
+            try:
+                await self._resync()
+            except Exception as error:
+                log.warning("resync: %s", error, exc_info=not isinstance(error, _EXPECTED))
+
+    async def _resync(self) -> None:
+        before = {link.key: dict(link.view.reports) for link in self.links if link.view.reachable}
+        await self._list_everything()
+        alive = {experiment.meta.uid for experiment in self.cache.experiments()}
+        self._memories = {uid: memory for uid, memory in self._memories.items() if uid in alive}
+        for key, memory in self._engines.items():
+            self._engines[key] = replace(memory, applied="")  # so that drift is put right
+        # what an engine held before the list was taken, and the list does not know, belongs to nobody
+        for key, reports in before.items():
+            link = self.links.get(key)
+            for uid, report in reports.items():
+                ours = report.namespace == key.namespace and self._settings.watches(report.namespace)
+                if link is not None and ours and uid not in alive:
+                    log.info("%s: experiment %s/%s is gone, detaching", key, report.namespace, report.name)
+                    try:
+                        await link.delete(uid, "Retain")
+                    except EngineError as error:
+                        log.warning("%s: cannot detach %s: %s", key, uid, error)
+        for link in self.links:
+            if self.cache.engine(link.key) is None:
+                await self._retire_unless_needed(link.key)
+
+    async def _list_everything(self) -> None:
+        engines = await asyncio.to_thread(self._kube.list, ENGINES, self._settings.namespaces)
+        experiments = await asyncio.to_thread(self._kube.list, EXPERIMENTS, self._settings.namespaces)
+        for key in self.cache.replace("engine", engines) | self.cache.replace("experiment", experiments):
+            self.wake(key)
+
+    async def _retire_unless_needed(self, key: Key) -> None:
+        """The link of a deleted engine stays while experiments have to be released through it."""
+        for experiment in self.cache.experiments():
+            told = experiment.status.engine
+            if experiment.meta.namespace == key.namespace and told is not None and told.name == key.name:
+                return
+        await self.links.retire(key)
+
+
+class ReconcileError(Exception):
+    """Some actions of a plan failed; the message joins their messages."""
+
+
+_EXPECTED = (ReconcileError, EngineError, OSError)
