@@ -26,7 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from local import api, components, pki, process
+from local import components, pki, process
+from local.api import Client
 from local.build import built
 from local.cache import LocalClusterError, exclusive, say
 from local.process import Process
@@ -206,10 +207,7 @@ class ControlPlane:
             time.sleep(0.05)
 
     def _answers(self, path: str) -> bool:
-        try:
-            return api.get(LOOPBACK, self.port, self.folder / "pki", path)[0] == 200
-        except OSError:
-            return False
+        return Client(LOOPBACK, self.port, self.folder / "pki").succeeds(path)
 
     def _choose_port(self) -> None:
         port = self._wanted_port or self._state()["port"]

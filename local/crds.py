@@ -17,7 +17,10 @@ FOLDER = REPOSITORY / "crds"
 
 
 def install_crds(kubeconfig: Path) -> None:
-    """Applies crds/*.yaml server-side; returns once each is Established. Raises LocalClusterError with kubectl's words."""
+    """Applies crds/*.yaml server-side and returns once each is Established.
+
+    Raises LocalClusterError with kubectl's words.
+    """
     files = [argument for path in sorted(FOLDER.glob("*.yaml")) for argument in ("-f", str(path))]
     if not files:
         raise LocalClusterError(f"no resource definitions in {FOLDER}")

@@ -12,8 +12,9 @@ The audit log of `control_plane` counts writes: see `writes`.
 from __future__ import annotations
 
 import json
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from kubernetes import client, config
 from local.control_plane import ControlPlane
 from local.crds import install_crds
+from local.node import NodeCluster
 
 
 @pytest.fixture(scope="session")
@@ -57,3 +59,40 @@ def writes(control_plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
     """The writes to one namespace so far, in order: audit.k8s.io/v1 events (verb, user, objectRef, responseStatus)."""
     events = [json.loads(line) for line in control_plane.audit_log.read_text().splitlines()]
     return [event for event in events if event.get("objectRef", {}).get("namespace") == namespace]
+
+
+@pytest.fixture(scope="module")
+def node_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeCluster]:
+    """Fails, rather than skips, where it cannot come up: whoever selects tests marked `node` wants them to run.
+
+    One a module and not one a session: a machine has one node at a time, and some modules need their own.
+    """
+    with NodeCluster(tmp_path_factory.mktemp("node")) as cluster:
+        install_crds(cluster.kubeconfig)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def node_kube(node_cluster: NodeCluster) -> Iterator[client.ApiClient]:
+    with config.new_client_from_config(str(node_cluster.kubeconfig)) as api:
+        yield api
+
+
+@pytest.fixture
+def node_namespace(node_kube: client.ApiClient) -> Iterator[str]:
+    """As `namespace`, on the node: its pods are gone before the next test starts, so that they take nothing from it."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    core = client.CoreV1Api(node_kube)
+    core.create_namespace({"metadata": {"name": name}})
+    yield name
+    core.delete_namespace(name)
+    wait_until(lambda: not core.list_namespaced_pod(name).items, f"the pods of {name} to end")
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    """Polls, for what no watch tells; fails the test once the time is over."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {seconds:.0f} s in vain for {what}")
+        time.sleep(0.1)
