@@ -1,0 +1,401 @@
+"""The sampler: serves many versions of many adapters, and the base model, from one warm vLLM.
+
+A version is an immutable directory with an id and a name of its own. `publish` loads it on every data-parallel rank
+and then switches new leases over; `lease` holds the version that is the latest now until it is released, so that all
+turns of a trajectory group come from one policy; what is neither latest nor leased is unloaded and removed. Nothing is
+ever loaded in place, no slot is taken from a version that may still be asked for, no prefix cache is reset.
+
+vLLM's core may die (`generation` counts its lives): pending requests raise SamplerRestarted, the core is started again,
+all versions are loaded again from their directories, and requests that come meanwhile wait.
+
+Left out: who may sample how much, and when (`gate.py`); tokenizing (token ids in and out).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from clora_engine.adapter_files import BaseShapes, check_adapter
+from clora_engine.errors import EngineError, SamplerRestarted, TransientError, UserError
+from clora_engine.sampler_core import Adapter, Output, SamplerConfig, SamplerCore
+from clora_engine.sampler_selftest import self_test
+from clora_engine.types import Sample, SamplingParams, Version
+from clora_engine.versions import Entry, State, VersionTable
+from clora_engine.vllm_plugin.compat import check_vllm
+
+__all__ = ["Lease", "Sampler", "SamplerConfig", "SamplerStats", "VersionStats"]
+
+logger = logging.getLogger(__name__)
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""What vLLM samples with exactly; it would silently raise a lower temperature, and the log-probs with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionStats:
+    version: Version
+    state: State
+    leases: int
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerStats:
+    """generation: lives of vLLM's core so far (0: never up). Token counts are totals since the sampler started;
+    cached_tokens are the part of prompt_tokens that the prefix cache saved."""
+
+    generation: int
+    up: bool
+    running: int
+    waiting: int
+    generated_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    free_slots: int
+    versions: tuple[VersionStats, ...]
+
+
+class Lease:
+    """A version held for one trajectory group, as a context manager or until `release`. `rank` is the data-parallel
+    rank of all its requests: later turns find the earlier ones in that rank's prefix cache."""
+
+    def __init__(self, sampler: Sampler, entry: Entry, rank: int) -> None:
+        self._sampler = sampler
+        self._entry: Entry | None = entry
+        self.version = entry.version
+        self.rank = rank
+
+    def release(self) -> None:
+        """Give the version back; a second call does nothing. Requests in flight still finish on it."""
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self._sampler._retire(self._sampler._table.release(entry))
+
+    def held(self) -> Entry:
+        if self._entry is None:
+            raise EngineError(f"the lease of {self.version} was released")
+        return self._entry
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+
+class Sampler:
+    """See the module. All methods belong to the event loop that called `start`."""
+
+    def __init__(self, config: SamplerConfig) -> None:
+        self.config = config
+        self.generation = 0
+        self._table = VersionTable(config.slots)
+        self._core: SamplerCore | None = None  # None: not started, or being restarted
+        self._changed = asyncio.Event()
+        self._ended: EngineError | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._unloading: set[asyncio.Task[None]] = set()
+        self._ranks = count()
+        self._directories = count()
+        self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
+        self._base: BaseShapes | None = None
+
+    # ------------------------------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Start vLLM and let it pass the self-test. Raises UserError for a configuration that cannot work, EngineError
+        when vLLM does not come up, or fails the self-test."""
+        check_vllm()
+        _prepare_root(self.config.versions_root)
+        self._base = await asyncio.to_thread(BaseShapes.of_model, self.config.model)
+        core = await SamplerCore.start(self.config, self._base.suffixes)
+        try:
+            await self_test(core, self.config, self._base)
+        except BaseException:
+            await core.close()
+            raise
+        self._core, self.generation = core, 1
+        self._supervisor = asyncio.create_task(self._supervise(core), name="sampler-supervisor")
+
+    async def close(self) -> None:
+        """End vLLM and remove all versions. What is pending raises EngineError."""
+        self._end(EngineError("the sampler was closed", reason="SamplerClosed"))
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        core, self._core = self._core, None
+        if core is not None:
+            await core.close()
+        await asyncio.gather(*self._unloading, return_exceptions=True)
+        await asyncio.to_thread(_empty_root, self.config.versions_root)
+
+    async def __aenter__(self) -> Sampler:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ------------------------------------------------------------------------------------------ versions
+
+    def new_directory(self) -> Path:
+        """A path below the versions root that nothing has used; the caller makes the directory and fills it."""
+        return self.config.versions_root / f"v{next(self._directories):06d}-{secrets.token_hex(4)}"
+
+    async def publish(self, version: Version, directory: Path) -> None:
+        """Load an adapter and make it its experiment's latest version. Owns `directory`, a PEFT directory directly
+        below the versions root, from here on: it is removed with the version, or when publishing fails.
+
+        Waits while all slots are taken by versions that are still leased. Raises UserError (InvalidAdapter) for an
+        adapter that does not fit, CapacityError when no slot can come free, EngineError when vLLM does not load it;
+        then nothing has changed. A core that dies meanwhile is waited for.
+        """
+        if directory.parent != self.config.versions_root:
+            raise EngineError(f"{directory.name} is not directly below the sampler's versions root")
+        assert self._base is not None, "start the sampler first"
+        entry: Entry | None = None
+        try:
+            await asyncio.to_thread(check_adapter, directory, self._base, self.config.max_lora_rank)
+            entry = await self._reserve(version, directory)
+            await self._load(entry)
+        except BaseException:
+            if entry is None:
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            else:
+                self._retire(self._table.abandon(entry))
+            raise
+        self._retire(self._table.commit(entry))
+        self._wake()
+        logger.info("published %s as %d", version, entry.lora_id)
+
+    def lease(self, experiment: str) -> Lease:
+        """Hold the experiment's latest version. Raises EngineError (NoVersion) when it has published none."""
+        return Lease(self, self._table.lease(experiment), next(self._ranks) % self.config.data_parallel_size)
+
+    def drop(self, experiment: str) -> None:
+        """Retire all versions of an experiment; those that are leased go when they are released."""
+        self._retire(self._table.drop(experiment))
+
+    # ------------------------------------------------------------------------------------------ sampling
+
+    async def sample(
+        self, lease: Lease | None, prompt_ids: Sequence[int], n: int, params: SamplingParams
+    ) -> list[Sample]:
+        """n samples of one prompt under the leased version, or under the base model (None). They share the prompt's
+        KV cache; sample i has seed `params.seed + i` if there is a seed.
+
+        Raises UserError for a prompt that is too long or holds unknown ids, or for impossible parameters;
+        SamplerRestarted when vLLM's core dies under it. Cancelling aborts the requests.
+        """
+        prompt = self._check_request(prompt_ids, n, params)
+        async with self._in_flight(lease) as (core, adapter):
+            rank = lease.rank if lease else next(self._ranks) % core.ranks
+            seeds = [None if params.seed is None else params.seed + i for i in range(n)]
+            outputs = await _all_or_none([core.generate(prompt, params, adapter, rank, seed) for seed in seeds])
+        for output in outputs:
+            self._generated_tokens += len(output.sample.ids)
+            self._prompt_tokens += output.prompt_tokens
+            self._cached_tokens += output.cached_tokens
+        return [output.sample for output in outputs]
+
+    def stats(self) -> SamplerStats:
+        core = self._core
+        return SamplerStats(
+            generation=self.generation,
+            up=core is not None,
+            running=core.running if core else 0,
+            waiting=core.waiting if core else 0,
+            generated_tokens=self._generated_tokens,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            free_slots=self._table.free,
+            versions=tuple(VersionStats(e.version, e.state, e.leases, e.in_flight) for e in self._table.entries),
+        )
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    @asynccontextmanager
+    async def _in_flight(self, lease: Lease | None) -> AsyncIterator[tuple[SamplerCore, Adapter | None]]:
+        """The running core, and the leased version counted as in flight on it."""
+        core = await self._running()
+        entry = lease.held() if lease else None
+        if entry is not None:
+            self._table.enter(entry)
+        try:
+            yield core, _adapter(entry) if entry else None
+        except SamplerRestarted:
+            self._raise_if_ended()
+            raise
+        finally:
+            if entry is not None:
+                self._retire(self._table.leave(entry))
+
+    async def _running(self) -> SamplerCore:
+        """The core, as soon as there is one. Raises EngineError when there will be none."""
+        while self._core is None:
+            await self._change()
+        self._raise_if_ended()
+        return self._core
+
+    async def _reserve(self, version: Version, directory: Path) -> Entry:
+        while (entry := self._table.reserve(version, directory)) is None:
+            await self._change()
+        return entry
+
+    async def _load(self, entry: Entry) -> None:
+        while True:
+            core = await self._running()
+            try:
+                return await core.load(_adapter(entry))
+            except SamplerRestarted:
+                await asyncio.sleep(0)  # let the supervisor see it
+
+    def _retire(self, entries: tuple[Entry, ...]) -> None:
+        for entry in entries:
+            task = asyncio.create_task(self._unload(entry), name=f"unload-{entry.lora_id}")
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, entry: Entry) -> None:
+        """Out of vLLM, then out of the directory. If vLLM does not let it go, the slot stays taken: better than one
+        version too many, for which vLLM would evict another."""
+        try:
+            while True:
+                core = await self._running()
+                try:
+                    await core.unload(entry.lora_id)
+                    break
+                except SamplerRestarted:
+                    await asyncio.sleep(0)
+        except EngineError as ended:
+            logger.debug("not unloading %s: %s", entry.name, ended)
+        except Exception:
+            logger.exception("vLLM did not unload %s; its slot is lost until vLLM's core is restarted", entry.name)
+            return
+        self._table.removed(entry)
+        await asyncio.to_thread(shutil.rmtree, entry.directory, ignore_errors=True)
+        self._wake()
+
+    async def _supervise(self, core: SamplerCore) -> None:
+        """Restart the core whenever it dies; give up after `start_attempts` lives that did no work."""
+        fruitless = 0
+        while True:
+            await core.died()
+            self._core = None
+            fruitless = 0 if core.samples else fruitless + 1
+            logger.error("vLLM's core died (generation %d)", self.generation)
+            await core.close()
+            while True:
+                if fruitless >= self.config.start_attempts:
+                    message = f"vLLM's core failed {fruitless} times in a row; the sampler gives up"
+                    self._end(EngineError(message, reason="SamplerUnavailable"))
+                    return
+                await asyncio.sleep(self.config.backoff_seconds * 2**fruitless)
+                try:
+                    core = await self._restart()
+                    break
+                except EngineError as error:
+                    logger.error("vLLM's core could not be restarted: %s", error)
+                    fruitless += 1
+
+    async def _restart(self) -> SamplerCore:
+        assert self._base is not None
+        core = await SamplerCore.start(self.config, self._base.suffixes)
+        try:
+            for entry in self._table.to_load():
+                try:
+                    await core.load(_adapter(entry))
+                except TransientError:
+                    raise
+                except EngineError as error:
+                    logger.error("%s is lost: %s", entry.name, error)
+                    self._retire(self._table.abandon(entry))
+        except BaseException:
+            await core.close()
+            raise
+        self._core = core
+        self.generation += 1
+        self._wake()
+        return core
+
+    def _check_request(self, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[int]:
+        """The prompt as vLLM wants it. vLLM checks ids against a tokenizer, which it is not given."""
+        assert self._base is not None, "start the sampler first"
+        if n < 1 or params.max_tokens < 1:
+            raise UserError("n and maxTokens must be at least 1", field="sampling.maxTokens")
+        if not (params.temperature == 0 or MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE):
+            raise UserError(
+                f"temperature {params.temperature} must be 0 (greedy) or in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE}]",
+                field="sampling.temperature",
+            )
+        if not 0 < len(prompt_ids) < self.config.max_model_len:
+            raise UserError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.config.max_model_len}",
+                reason="PromptTooLong" if prompt_ids else None,
+                field="data",
+            )
+        prompt = list(prompt_ids)
+        if min(prompt) < 0 or max(prompt) >= self._base.vocabulary:
+            raise UserError(f"token ids must be in [0, {self._base.vocabulary})", field="data")
+        return prompt
+
+    async def _change(self) -> None:
+        self._raise_if_ended()
+        await self._changed.wait()
+        self._raise_if_ended()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _end(self, error: EngineError) -> None:
+        self._ended = self._ended or error
+        self._wake()
+
+    def _raise_if_ended(self) -> None:
+        if self._ended is not None:
+            raise EngineError(str(self._ended), reason=self._ended.reason)
+
+
+def _adapter(entry: Entry) -> Adapter:
+    return Adapter(entry.name, entry.lora_id, entry.directory)
+
+
+async def _all_or_none(calls: list[Coroutine[Any, Any, Output]]) -> list[Output]:
+    """All results; the first failure, or a cancellation, ends the others too before it is raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _prepare_root(root: Path) -> None:
+    """Make the versions root, private to this user, and empty it of an earlier engine's versions."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        raise EngineError(f"the versions root {root} must be a directory of this user with mode 0700")
+    _empty_root(root)
+
+
+def _empty_root(root: Path) -> None:
+    for directory in root.glob("v[0-9]*-*"):
+        shutil.rmtree(directory, ignore_errors=True)

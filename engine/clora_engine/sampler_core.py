@@ -1,0 +1,343 @@
+"""One life of vLLM: its processes from start to death, and the few calls that the sampler makes.
+
+Every call ends when the core dies, with SamplerRestarted: vLLM itself leaves utility calls pending for ever then.
+Restarting, versions and leases are the sampler's (`sampler.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from vllm import AsyncEngineArgs
+from vllm import SamplingParams as VllmParams
+from vllm.config.lora import MaxLoRARanks
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from clora_engine.errors import EngineError, SamplerRestarted, UserError
+from clora_engine.types import Sample, SamplingParams
+from clora_engine.vllm_plugin import ENGINE_PID
+
+T = TypeVar("T")
+
+DEATH_POLL_SECONDS = 0.2
+CPU_BLOCK_SIZE = 32
+"""Tokens of a KV block: the smallest that vLLM's CPU attention wants, so that short prompts hit the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerConfig:
+    """What a sampler is made of.
+
+    model           directory of the base model
+    versions_root   directory for adapter versions, on a tmpfs; made with mode 0700, emptied at start and end
+    dtype           of weights and KV cache: "auto", "float32", "bfloat16", ...
+    slots           LoRA versions held at once: sum over experiments of maxOffPolicySteps + 2, and those evaluated
+    kv_cache_bytes  per data-parallel rank; None leaves it to vLLM
+    threads         OpenMP threads per rank on a CPU; None leaves it to vLLM
+    extra_args      further arguments of vLLM's AsyncEngineArgs, except those that the sampler sets itself
+    start_attempts  consecutive failures to start vLLM's core after which the sampler gives up
+    """
+
+    model: Path
+    versions_root: Path
+    max_model_len: int
+    max_lora_rank: int
+    slots: int
+    served_name: str = "base"
+    dtype: str = "auto"
+    max_num_seqs: int = 64
+    kv_cache_bytes: int | None = None
+    threads: int | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    start_attempts: int = 3
+    backoff_seconds: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One sample and what it cost; cached_tokens of the prompt came from the prefix cache."""
+
+    sample: Sample
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What vLLM must know of a loaded version to sample with it."""
+
+    name: str
+    lora_id: int
+    directory: Path
+
+    def request(self) -> LoRARequest:
+        return LoRARequest(self.name, self.lora_id, str(self.directory))
+
+
+class SamplerCore:
+    """vLLM's AsyncLLM and its processes, from `start` to `close` or death."""
+
+    def __init__(self, llm: AsyncLLM, ranks: int, gauges: list[_Gauges]) -> None:
+        self._llm = llm
+        self._gauges = gauges
+        self._ranks = ranks
+        self._request_ids = count()
+        self.samples = 0  # finished in this life
+        self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watch = asyncio.create_task(self._watch_death(), name="sampler-core-watch")
+
+    @classmethod
+    async def start(cls, config: SamplerConfig, lora_modules: tuple[str, ...]) -> SamplerCore:
+        """Start vLLM and wait until its processes are ready (seconds to minutes). Raises EngineError if they don't
+        come up. While this runs, the process environment holds what vLLM's processes inherit."""
+        gauges: list[_Gauges] = []
+
+        def build() -> AsyncLLM:
+            with _environment(config):
+                return AsyncLLM.from_engine_args(
+                    engine_args(config, lora_modules), stat_loggers=[_Gauges.factory(gauges)]
+                )
+
+        building = asyncio.create_task(asyncio.to_thread(build))
+        try:
+            llm = await asyncio.shield(building)
+        except asyncio.CancelledError:
+            with suppress(Exception):
+                await asyncio.to_thread((await building).shutdown)
+            raise
+        except (VLLMClientError, ValueError, TypeError) as error:
+            raise UserError(f"vLLM refuses the sampler's configuration: {error}", field="sampler") from error
+        except Exception as error:
+            raise EngineError(f"vLLM's core did not start: {error}", reason="SamplerUnavailable") from error
+        core = cls(llm, config.data_parallel_size, gauges)
+        await core._guard(llm.get_supported_tasks())
+        return core
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self._ranks
+
+    @property
+    def running(self) -> int:
+        return sum(gauge.running for gauge in self._gauges)
+
+    @property
+    def waiting(self) -> int:
+        return sum(gauge.waiting for gauge in self._gauges)
+
+    async def died(self) -> None:
+        """Returns when the core is dead."""
+        await asyncio.shield(self._death)
+
+    async def load(self, adapter: Adapter) -> None:
+        """Load on every data-parallel rank, or on none: raises EngineError after taking it back where it was loaded."""
+        try:
+            loaded = await self._on_all_ranks("add_lora", adapter.request())
+        except SamplerRestarted:
+            raise
+        except Exception as error:
+            await self.unload(adapter.lora_id)
+            raise EngineError(f"vLLM could not load {adapter.name}: {error}", reason="InvalidAdapter") from error
+        if not all(loaded):
+            await self.unload(adapter.lora_id)
+            raise EngineError(f"vLLM did not load {adapter.name} on every rank", reason="InvalidAdapter")
+
+    async def unload(self, lora_id: int) -> None:
+        """Take an adapter out everywhere. No request may be in flight with it. An unknown id is no error."""
+        await self._on_all_ranks("remove_lora", lora_id)
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, adapter: Adapter | None, rank: int, seed: int | None
+    ) -> Output:
+        """One sample. Cancelling it aborts the request in the core before this returns."""
+        return await self._guard(self._generate(prompt_ids, params, adapter, rank, seed))
+
+    async def close(self) -> None:
+        """End all processes of this core; safe after its death."""
+        self._watch.cancel()
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()  # or it reports the end as a failure
+        await asyncio.to_thread(self._llm.shutdown)
+        if not self._death.done():
+            self._death.set_result(None)
+
+    async def _generate(
+        self, prompt_ids: list[int], params: SamplingParams, adapter: Adapter | None, rank: int, seed: int | None
+    ) -> Output:
+        stream = self._llm.generate(
+            tokens_input(prompt_ids),
+            _vllm_params(params, seed),
+            f"r{next(self._request_ids)}",
+            lora_request=adapter.request() if adapter else None,
+            data_parallel_rank=rank if self._ranks > 1 else None,
+        )
+        final: RequestOutput | None = None
+        try:
+            async for output in stream:
+                final = output
+        except VLLMClientError as error:
+            raise UserError(f"vLLM refuses the request: {error}", field="sampling") from error
+        assert final is not None
+        assert final.finished
+        self.samples += 1
+        return _output(final)
+
+    async def _on_all_ranks(self, method: str, *args: Any) -> list[Any]:
+        return await self._guard(self._llm.engine_core.call_utility_all_async(method, *args))
+
+    async def _guard(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await `call`, but not beyond the core's death."""
+        task = asyncio.ensure_future(call)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._death}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise SamplerRestarted("vLLM's core died under the request; it is being restarted")
+            return task.result()
+        except EngineDeadError as error:
+            raise SamplerRestarted("vLLM's core died under the request; it is being restarted") from error
+        finally:
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    async def _watch_death(self) -> None:
+        while not self._llm.errored:  # noqa: ASYNC110  vLLM offers no event
+            await asyncio.sleep(DEATH_POLL_SECONDS)
+        if not self._death.done():
+            self._death.set_result(None)
+
+
+def engine_args(config: SamplerConfig, lora_modules: tuple[str, ...]) -> AsyncEngineArgs:
+    """vLLM's arguments. Raises UserError for extra arguments that the sampler sets itself."""
+    ranks = [r for r in get_args(MaxLoRARanks) if r >= config.max_lora_rank]
+    if not ranks:
+        raise UserError(f"maxRank {config.max_lora_rank} is above vLLM's maximum", field="capacity.maxRank")
+    args: dict[str, Any] = {
+        "model": str(config.model),
+        "served_model_name": config.served_name,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # no sampling defaults from the model's files
+        "trust_remote_code": False,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
+        "enable_lora": True,
+        "max_loras": config.slots,
+        "max_cpu_loras": config.slots,
+        "max_lora_rank": ranks[0],
+        "lora_target_modules": list(lora_modules),
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    clash = sorted(set(args) & set(config.extra_args))
+    if clash:
+        raise UserError(f"{', '.join(clash)} is set by the sampler itself", field="sampler.extraArgs")
+    if current_platform.is_cpu():
+        # A request seed with a prompt prefilled in pieces crashes vLLM's CPU runner: it rewinds the request's
+        # generator by an offset, which CPU generators don't have. Whole prompts need a budget of a whole context.
+        args |= {
+            "enforce_eager": True,
+            "block_size": CPU_BLOCK_SIZE,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(config.max_model_len, 2048),
+        }
+        if config.tensor_parallel_size == 1:
+            # No worker process beside the core's: it starts sooner, and nothing spins on a queue between the two.
+            args["distributed_executor_backend"] = UniProcExecutor
+    return AsyncEngineArgs(**(args | dict(config.extra_args)))
+
+
+@contextmanager
+def _environment(config: SamplerConfig) -> Iterator[None]:
+    """The environment that vLLM's processes inherit; restored afterwards, with whatever vLLM itself added."""
+    before = dict(os.environ)
+    os.environ |= {ENGINE_PID: str(os.getpid()), "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if current_platform.is_cpu() and config.threads is not None:
+        os.environ |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # Threads that spin while they wait take the cores from whatever else runs there, the trainer above all.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _vllm_params(params: SamplingParams, seed: int | None) -> VllmParams:
+    return VllmParams(
+        temperature=params.temperature,
+        max_tokens=params.max_tokens,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,  # only the stop tokens that were given end a sample
+        seed=seed,
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _output(final: RequestOutput) -> Output:
+    completion = final.outputs[0]
+    ids = tuple(completion.token_ids)
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(ids)
+    logprobs = tuple(at[token].logprob for token, at in zip(ids, completion.logprobs, strict=True))
+    return Output(
+        Sample(ids, logprobs, truncated=completion.finish_reason == "length"),
+        prompt_tokens=len(final.prompt_token_ids or ()),
+        cached_tokens=final.num_cached_tokens or 0,
+    )
+
+
+class _Gauges(StatLoggerBase):  # type: ignore[misc]
+    """The last numbers of requests that one rank's scheduler reported."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.running = 0
+        self.waiting = 0
+
+    @staticmethod
+    def factory(made: list[_Gauges]) -> Any:
+        def make(vllm_config: Any, engine_index: int = 0) -> _Gauges:
+            made.append(_Gauges(vllm_config, engine_index))
+            return made[-1]
+
+        return make
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        if scheduler_stats is not None:
+            self.running = scheduler_stats.num_running_reqs
+            self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+
+    def log_engine_initialized(self) -> None:
+        pass

@@ -1,0 +1,31 @@
+"""What clora adds inside vLLM's own processes. vLLM loads it by the entry point `vllm.general_plugins`.
+
+The plugin is inert unless clora's sampler started the process (`ENGINE_PID` is set): another vLLM that is installed in
+the same environment is left as it is. It does two things: every core and worker process ends with the engine that
+started it, and on vLLM's CPU platform LoRA is computed by `grouped_cpu` in place of the stock kernel, which is wrong
+for base-model rows when all LoRA slots are full, and several times slower. Nothing is changed on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+ENGINE_PID = "CLORA_ENGINE_PID"
+"""Environment variable with the process id of the engine that started vLLM."""
+
+
+def register() -> None:
+    """Entry point; vLLM calls it once in each of its processes, the engine's own included."""
+    engine_pid = os.environ.get(ENGINE_PID)
+    if engine_pid is None:
+        return
+    if int(engine_pid) != os.getpid():
+        from clora_engine.vllm_plugin.parent import end_with
+
+        end_with(int(engine_pid))
+
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        kernel = "clora_engine.vllm_plugin.grouped_cpu.GroupedPunicaWrapper"
+        type(current_platform).get_punica_wrapper = classmethod(lambda cls: kernel)
