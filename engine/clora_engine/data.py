@@ -142,7 +142,7 @@ def load(source: Source, factory: EnvironmentFactory, *, seed: int, held_out: in
     if isinstance(source, Builtin):
         return _builtin(source, factory, seed, held_out)
     if isinstance(source, Inline):
-        rows = _parse_lines(source.text.encode().splitlines(), source.label, factory, chat)
+        rows = _parse_lines(source.text.encode(errors="surrogatepass").splitlines(), source.label, factory, chat)
     else:
         rows = _parse_lines(_read(source).splitlines(), source.label, factory, chat)
     if held_out >= len(rows):
