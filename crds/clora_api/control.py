@@ -1,16 +1,19 @@
 """Wire types of the engine's control API: all that operator and engine share.
 
     GET    /v1/engine                              EngineInfo
-    GET    /v1/experiments?since=N&timeoutSeconds= ExperimentList; long poll: answers once the revision is past N
+    GET    /v1/experiments?since=N&timeoutSeconds= ExperimentList of all; long poll: answers once the revision is not N
     PUT    /v1/experiments/{uid}                   DesiredExperiment -> ExperimentReport; idempotent; 409 when full
     GET    /v1/experiments/{uid}                   ExperimentReport
-    DELETE /v1/experiments/{uid}?files=Retain      ExperimentReport (phase Deleting until 404); idempotent
+    DELETE /v1/experiments/{uid}?files=Retain      202 and ExperimentReport (phase Deleting) while its last step is made
+                                                   and committed, 200 and null once it is gone; idempotent
     GET    /v1/experiments/{uid}/metrics           JSON Lines, one object a step
     GET    /v1/experiments/{uid}/trajectories?step=N  JSON Lines, one group a line
     GET    /v1/experiments/{uid}/checkpoints       CheckpointList
     GET    /v1/experiments/{uid}/checkpoints/{step}   the step's PEFT adapter, as a tar
     GET    /healthz, /readyz, /metrics             without token
 
+An engine that is still loading its model answers all of /v1 with 503 and the problem not-ready. After a new start (a
+new epoch) it knows only what it has been told since, and resumes each experiment from its commits when it is PUT again.
 Errors are RFC 9457 problem documents (`Problem`).
 """
 

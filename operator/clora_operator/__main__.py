@@ -15,7 +15,7 @@ import prometheus_client
 from kubernetes.config.config_exception import ConfigException
 
 from clora_operator.handlers import register
-from clora_operator.kube import Kube, api_client
+from clora_operator.kube import Kube, configuration
 from clora_operator.reconciler import Reconciler
 from clora_operator.settings import Settings
 
@@ -36,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for noisy in ("httpx", "httpcore", "kubernetes"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    if settings.kubeconfig:
-        os.environ["KUBECONFIG"] = settings.kubeconfig  # kopf's own login reads it too
     try:
         asyncio.run(run(settings))
     except (ConfigException, kopf.LoginError) as error:
@@ -52,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def run(settings: Settings) -> None:
     """Until SIGTERM or SIGINT, which kopf handles. Raises what ended the reconciler or the watch."""
     stop = asyncio.Event()
-    reconciler = Reconciler(Kube(api_client(settings.kubeconfig)), settings, lambda: datetime.now(UTC))
+    reconciler = Reconciler(Kube(configuration(settings.kubeconfig)), settings, lambda: datetime.now(UTC))
     registry = kopf.OperatorRegistry()
-    register(registry, reconciler)
+    register(registry, reconciler, settings.kubeconfig)
     metrics_server = None
     if settings.metrics_port:
         metrics_server, _ = prometheus_client.start_http_server(settings.metrics_port)

@@ -67,6 +67,8 @@ def _ready(o: ObservedEngine, accepted: Verdict, now: datetime, settings: Settin
     view = o.view
     if view is not None and view.unauthorized:
         return Verdict("False", Reason.UNAUTHORIZED, f"the engine refuses the token in Secret {o.token_secret[0]}")
+    if view is not None and view.starting:
+        return Verdict("False", Reason.STARTING, f"the engine is starting: {view.error}")
     if view is not None and view.down_since is None and view.info is not None:
         if view.info.ready:
             return Verdict("True", Reason.SERVING, f"serves {view.info.model}")

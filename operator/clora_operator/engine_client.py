@@ -27,6 +27,10 @@ class RetryableError(EngineError):
     """The engine did not answer, or not now."""
 
 
+class StartingError(RetryableError):
+    """The engine is up and loads its model."""
+
+
 class UnauthorizedError(EngineError):
     """The engine does not take our token."""
 
@@ -82,7 +86,7 @@ class EngineClient:
             if refused.kind == "not-found":  # any other 404 is not the engine speaking
                 return None
             raise
-        return _parse(ExperimentReport, answer) if answer.strip() else None
+        return None if answer.strip() in (b"", b"null") else _parse(ExperimentReport, answer)
 
     async def _request(
         self,
@@ -112,6 +116,8 @@ def _raise_for_status(status: int, answer: bytes) -> None:
     if status in (401, 403):
         raise UnauthorizedError("the engine does not accept the token of tokenSecretRef")
     problem = _problem(status, answer)
+    if problem.type.endswith("/not-ready"):
+        raise StartingError(problem.detail or problem.title)
     if status >= 500 or status in (408, 425, 429) or status < 400:
         raise RetryableError(f"HTTP {status}: {problem.detail or problem.title}")
     raise RefusedError(problem)

@@ -32,28 +32,28 @@ class KubeError(Exception):
         self.status, self.reason = status, reason
 
 
-def api_client(kubeconfig: str = "") -> kubernetes.client.ApiClient:
+def configuration(kubeconfig: str = "") -> kubernetes.client.Configuration:
     """From the given kubeconfig, the default one, or the pod's ServiceAccount, in this order.
 
     Raises ConfigException where there is none.
     """
-    configuration = kubernetes.client.Configuration()
+    found = kubernetes.client.Configuration()
     try:
-        kubernetes.config.load_kube_config(kubeconfig or None, client_configuration=configuration)
+        kubernetes.config.load_kube_config(kubeconfig or None, client_configuration=found, persist_config=False)
     except ConfigException:
         if kubeconfig:
             raise
-        kubernetes.config.load_incluster_config(client_configuration=configuration)
-    return kubernetes.client.ApiClient(configuration)
+        kubernetes.config.load_incluster_config(client_configuration=found)
+    return found
 
 
 class Kube:
     """Thread-safe, as the client's connection pool is."""
 
-    def __init__(self, client: kubernetes.client.ApiClient) -> None:
-        self._client = client
-        self._core = kubernetes.client.CoreV1Api(client)
-        self._custom = kubernetes.client.CustomObjectsApi(client)
+    def __init__(self, found: kubernetes.client.Configuration) -> None:
+        self._client = kubernetes.client.ApiClient(found)
+        self._core = kubernetes.client.CoreV1Api(self._client)
+        self._custom = kubernetes.client.CustomObjectsApi(self._client)
 
     # ------------------------------------------------------------------ clora's own kinds
 

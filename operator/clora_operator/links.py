@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Literal
 
-from clora_api.control import OCCUPYING, DesiredExperiment, EngineInfo, ExperimentReport
+from clora_api.control import OCCUPYING, DesiredExperiment, EngineInfo, ExperimentList, ExperimentReport
 from clora_operator import metrics
-from clora_operator.engine_client import EngineClient, EngineError, RefusedError, UnauthorizedError
+from clora_operator.engine_client import EngineClient, EngineError, RefusedError, StartingError, UnauthorizedError
 from clora_operator.resources import Key
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class EngineView:
     info: EngineInfo | None = None
     error: str = ""
     unauthorized: bool = False
+    starting: bool = False  # it answers that it loads its model
     full_until: datetime | None = None
     reports: Mapping[str, ExperimentReport] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -104,7 +105,7 @@ class EngineLink:
             if isinstance(error, RefusedError) and error.kind == "capacity-exceeded":
                 self._set(replace(self.view, full_until=self._clock() + timedelta(seconds=FULL_SECONDS)))
             raise
-        self._merge([report])
+        self._merge(report)
         return report
 
     async def delete(self, uid: str, files: Literal["Retain", "Delete"]) -> bool:
@@ -115,7 +116,7 @@ class EngineLink:
             self._count("delete", error)
             raise
         if report is not None:
-            self._merge([report])
+            self._merge(report)
             return False
         rest = {key: value for key, value in self.view.reports.items() if key != uid}
         self._set(replace(self.view, reports=MappingProxyType(rest)))
@@ -132,8 +133,15 @@ class EngineLink:
                 self._count("poll", error)
                 failures = 0 if self.view.down_since is None else failures + 1
                 down_since = self.view.down_since or self._clock()
-                unauthorized = isinstance(error, UnauthorizedError)
-                self._set(replace(self.view, down_since=down_since, error=str(error), unauthorized=unauthorized))
+                self._set(
+                    replace(
+                        self.view,
+                        down_since=down_since,
+                        error=str(error),
+                        unauthorized=isinstance(error, UnauthorizedError),
+                        starting=isinstance(error, StartingError),
+                    )
+                )
             except Exception:  # a bug must not end the conversation with this engine unseen
                 failures += 1
                 log.exception("%s: the link failed", self.key)
@@ -154,17 +162,23 @@ class EngineLink:
             if info.epoch != listed.epoch or news.epoch != listed.epoch:
                 return
             revision = news.revision
-            self._merge(news.items, info)
+            self._take(news, info)
             await asyncio.sleep(SETTLE_SECONDS)
 
-    def _merge(self, items: Iterable[ExperimentReport], info: EngineInfo | None = None) -> None:
-        """Newer reports win; those of an epoch other than the view's wait for the next full list."""
-        reports = dict(self.view.reports)
-        for report in items:
+    def _take(self, news: ExperimentList, info: EngineInfo) -> None:
+        """A list tells of all experiments; only an answer to a PUT of ours can be newer than it."""
+        reports = {uid: known for uid, known in self.view.reports.items() if known.revision > news.revision}
+        for report in news.items:
             known = reports.get(report.uid)
-            if known is None or (report.epoch, report.revision) >= (known.epoch, known.revision):
+            if known is None or report.revision >= known.revision:
                 reports[report.uid] = report
-        self._set(replace(self.view, info=info or self.view.info, reports=MappingProxyType(reports)))
+        self._set(replace(self.view, info=info, reports=MappingProxyType(reports)))
+
+    def _merge(self, report: ExperimentReport) -> None:
+        """An answer about one experiment; the newer report wins."""
+        known = self.view.reports.get(report.uid)
+        if known is None or (report.epoch, report.revision) >= (known.epoch, known.revision):
+            self._set(replace(self.view, reports=MappingProxyType({**self.view.reports, report.uid: report})))
 
     def _set(self, view: EngineView) -> None:
         old, self.view = self.view, view
@@ -185,7 +199,7 @@ def _essence(view: EngineView) -> tuple[object, ...]:
     """What makes an engine's own reconcile and the placement worth a new look."""
     info = view.info
     summary = info and (info.epoch, info.ready, info.model, info.max_experiments, info.max_rank, info.experiments)
-    return summary, view.down_since, view.unauthorized, view.error, view.full_until, view.occupants()
+    return summary, view.down_since, view.unauthorized, view.starting, view.error, view.full_until, view.occupants()
 
 
 class Links:

@@ -1,0 +1,332 @@
+"""An engine without a model: the control API as clora_api.control has it, over experiments that only count steps.
+
+For the operator's tests, where a real engine would be slow and could not be told to fail. A process of its own, so that
+it can be killed: commits and the epoch are files in --storage, and a new start resumes from them. What happens is
+written to events.jsonl there (one object a line: epoch, event, uid, step), which tests read.
+
+An experiment's environment.arguments say how it behaves: stepSeconds, failAtStep, failures (how often, then it goes
+on), retryable, reason, invalidField, loadSeconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from clora_api.control import (
+    OCCUPYING,
+    PROBLEM_BASE,
+    CheckpointList,
+    DesiredExperiment,
+    EngineInfo,
+    ExperimentList,
+    ExperimentReport,
+    Phase,
+    Problem,
+    ReportedCheckpoint,
+    ReportedProgress,
+    RunMode,
+    spec_digest,
+)
+
+
+class RefusalError(Exception):
+    def __init__(self, kind: str, status: int, detail: str, field: str | None = None) -> None:
+        super().__init__(detail)
+        self.problem = Problem(
+            type=PROBLEM_BASE + kind, title=kind, status=status, detail=detail, field=field, reason=""
+        )
+
+
+class Simulated:
+    """One experiment."""
+
+    def __init__(self, engine: Engine, desired: DesiredExperiment) -> None:
+        self.engine, self.desired = engine, desired
+        self.phase = Phase.SUSPENDED if desired.mode is RunMode.SUSPEND else Phase.PREPARING
+        self.folder = engine.storage / "experiments" / desired.uid
+        self.step = self.committed() or 0
+        self.failed_attempt = -1
+        self.failure: tuple[str, str, bool] | None = None
+        self.loaded = False
+        self.revision = 0
+        self.delete_files = False
+        self.task: asyncio.Task[None] | None = None
+
+    def argument(self, name: str, default: str) -> str:
+        return self.desired.spec.environment.arguments.get(name, default)
+
+    def committed(self) -> int | None:
+        path = self.folder / "step"
+        return int(path.read_text()) if path.exists() else None
+
+    def commit(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "step").write_text(str(self.step))
+        with (self.folder / "metrics.jsonl").open("a") as lines:
+            lines.write(json.dumps({"step": self.step, "reward_mean": self.reward}) + "\n")
+
+    @property
+    def reward(self) -> float:
+        return self.step / self.desired.spec.max_steps
+
+    def start_if_due(self) -> None:
+        wanted = self.desired.mode is RunMode.RUN and (
+            self.phase in (Phase.PREPARING, Phase.SUSPENDED)
+            or (self.phase is Phase.FAILED and self.desired.attempt > self.failed_attempt)
+        )
+        if wanted and (self.task is None or self.task.done()):
+            self.phase, self.failure = Phase.PREPARING, None
+            self.changed()
+            self.task = asyncio.create_task(self.run())
+
+    async def run(self) -> None:
+        self.engine.log("attach", self)
+        await asyncio.sleep(float(self.argument("loadSeconds", "0")))
+        self.step = self.committed() or 0
+        if self.committed() is None:
+            self.commit()
+        self.loaded = True
+        if self.phase is Phase.PREPARING:
+            self.phase = Phase.RUNNING
+        self.changed()
+        while self.phase is Phase.RUNNING and self.desired.mode is RunMode.RUN and self.step < self.max_steps:
+            await asyncio.sleep(float(self.argument("stepSeconds", "0.05")))
+            if self.due_to_fail():
+                self.phase, self.failed_attempt = Phase.FAILED, self.desired.attempt
+                break
+            self.step += 1
+            self.commit()
+            self.changed()
+        if self.phase is Phase.RUNNING:
+            self.phase = Phase.SUCCEEDED if self.step >= self.max_steps else Phase.SUSPENDED
+        self.loaded = False
+        self.engine.log("leave", self)
+        self.changed()
+
+    @property
+    def max_steps(self) -> int:
+        return self.desired.spec.max_steps
+
+    def due_to_fail(self) -> bool:
+        at = self.argument("failAtStep", "")
+        if not at or self.step + 1 != int(at) or self.desired.attempt >= int(self.argument("failures", "1000")):
+            return False
+        retryable = self.argument("retryable", "true") == "true"
+        self.failure = (self.argument("reason", "ExperimentError"), f"step {at} went wrong", retryable)
+        return True
+
+    def changed(self) -> None:
+        self.revision = self.engine.news()
+
+    def report(self) -> ExperimentReport:
+        reason, message, retryable = self.failure or ("", "", False)
+        committed = self.committed()
+        return ExperimentReport(
+            uid=self.desired.uid,
+            namespace=self.desired.namespace,
+            name=self.desired.name,
+            epoch=self.engine.epoch,
+            revision=self.revision,
+            phase=self.phase,
+            mode=self.desired.mode,
+            attempt=self.desired.attempt,
+            spec_digest=spec_digest(self.desired),
+            reason=reason,
+            message=message,
+            retryable=retryable,
+            adapter_loaded=self.loaded,
+            adapter_version=f"{self.desired.name}@{self.step}",
+            adapter_digest=f"digest-{self.step}",
+            progress=ReportedProgress(
+                step=self.step,
+                max_steps=self.max_steps,
+                reward=self.reward,
+                activity="Rollout",
+                metrics={"tokensPerSecond": 100.0 + self.step},
+                seconds_per_step=0.05,
+            ),
+            checkpoint=None
+            if committed is None
+            else ReportedCheckpoint(step=committed, path=f"{self.desired.uid}/steps/{committed:05d}", digest="d"),
+        )
+
+
+class Engine:
+    def __init__(self, storage: Path, max_experiments: int, max_rank: int) -> None:
+        self.storage, self.max_experiments, self.max_rank = storage, max_experiments, max_rank
+        path = storage / "epoch"
+        self.epoch = int(path.read_text()) + 1 if path.exists() else 1
+        path.write_text(str(self.epoch))
+        self.experiments: dict[str, Simulated] = {}
+        self.revision = 0
+        self.waiting = asyncio.Event()
+
+    def log(self, event: str, experiment: Simulated) -> None:
+        line = {"epoch": self.epoch, "event": event, "uid": experiment.desired.uid, "step": experiment.step}
+        with (self.storage / "events.jsonl").open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+
+    def news(self) -> int:
+        self.revision += 1
+        self.waiting.set()
+        self.waiting = asyncio.Event()
+        return self.revision
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            epoch=self.epoch,
+            ready=True,
+            model="simulated",
+            version="0",
+            max_experiments=self.max_experiments,
+            max_rank=self.max_rank,
+            experiments=sum(e.phase in OCCUPYING for e in self.experiments.values()),
+        )
+
+    def listed(self) -> ExperimentList:
+        items = [experiment.report() for experiment in self.experiments.values()]
+        return ExperimentList(epoch=self.epoch, revision=self.revision, items=items)
+
+    def put(self, desired: DesiredExperiment) -> ExperimentReport:
+        known = self.experiments.get(desired.uid)
+        field = desired.spec.environment.arguments.get("invalidField")
+        if field:
+            raise RefusalError("invalid-spec", 422, "this cannot run here", field)
+        if desired.spec.lora.rank > self.max_rank:
+            raise RefusalError("invalid-spec", 422, f"rank is above {self.max_rank}", "lora.rank")
+        if desired.mode is RunMode.RUN and (known is None or known.phase not in OCCUPYING):
+            finished = known is not None and known.phase is Phase.SUCCEEDED
+            if not finished and self.info().experiments >= self.max_experiments:
+                raise RefusalError("capacity-exceeded", 409, f"all {self.max_experiments} slots are in use")
+        if known is None:
+            known = self.experiments[desired.uid] = Simulated(self, desired)
+            known.changed()
+        elif known.desired != desired:
+            known.desired = desired
+            known.changed()
+        known.start_if_due()
+        return known.report()
+
+    async def delete(self, experiment: Simulated, files: bool) -> None:
+        experiment.phase = Phase.DELETING
+        experiment.changed()
+        if experiment.task is not None:
+            await asyncio.wait([experiment.task])
+        if files:
+            for path in sorted(experiment.folder.glob("*")):
+                path.unlink()
+        self.log("delete", experiment)
+        del self.experiments[experiment.desired.uid]
+        self.news()
+
+
+def create_app(engine: Engine, token: str) -> FastAPI:
+    app = FastAPI()
+    tasks: set[asyncio.Task[None]] = set()
+
+    @app.exception_handler(RefusalError)
+    async def refused(_: Request, refusal: RefusalError) -> JSONResponse:
+        return JSONResponse(refusal.problem.to_api(), refusal.problem.status, media_type="application/problem+json")
+
+    @app.middleware("http")
+    async def guard(request: Request, call_next: Any) -> Response:
+        if request.url.path.startswith("/v1") and (request.headers.get("authorization") != f"Bearer {token}"):
+            return await refused(request, RefusalError("unauthorized", 401, "wrong token"))
+        answer: Response = await call_next(request)
+        return answer
+
+    def find(uid: str) -> Simulated:
+        if uid not in engine.experiments:
+            raise RefusalError("not-found", 404, f"the engine has no experiment {uid}")
+        return engine.experiments[uid]
+
+    @app.get("/healthz")
+    @app.get("/readyz")
+    async def healthy() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/v1/engine")
+    async def info() -> EngineInfo:
+        return engine.info()
+
+    @app.get("/v1/experiments")
+    async def experiments(since: int | None = None, timeoutSeconds: float = 0.0) -> ExperimentList:
+        try:
+            async with asyncio.timeout(timeoutSeconds):
+                while since == engine.revision:
+                    await engine.waiting.wait()
+        except TimeoutError:
+            pass
+        return engine.listed()
+
+    @app.put("/v1/experiments/{uid}")
+    async def put(uid: str, desired: DesiredExperiment) -> ExperimentReport:
+        assert uid == desired.uid
+        return engine.put(desired)
+
+    @app.get("/v1/experiments/{uid}")
+    async def get(uid: str) -> ExperimentReport:
+        return find(uid).report()
+
+    @app.delete("/v1/experiments/{uid}")
+    async def delete(uid: str, response: Response, files: str = "Retain") -> ExperimentReport | None:
+        experiment = engine.experiments.get(uid)
+        if experiment is None:
+            return None
+        if experiment.phase is not Phase.DELETING:
+            task = asyncio.create_task(engine.delete(experiment, files == "Delete"))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            await asyncio.sleep(0)
+        response.status_code = 202
+        return experiment.report()
+
+    @app.get("/v1/experiments/{uid}/metrics")
+    async def metrics(uid: str) -> Response:
+        return Response((find(uid).folder / "metrics.jsonl").read_bytes(), media_type="application/jsonl")
+
+    @app.get("/v1/experiments/{uid}/checkpoints")
+    async def checkpoints(uid: str) -> CheckpointList:
+        report = find(uid).report()
+        return CheckpointList(items=[report.checkpoint] if report.checkpoint else [])
+
+    @app.get("/v1/experiments/{uid}/checkpoints/{step}")
+    async def checkpoint(uid: str, step: int) -> Response:
+        if find(uid).committed() != step:
+            raise RefusalError("not-found", 404, f"{uid} has no step {step}")
+        buffer = BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            for name, data in (("adapter_config.json", b"{}"), ("adapter_model.safetensors", str(step).encode())):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, BytesIO(data))
+        return Response(buffer.getvalue(), media_type="application/x-tar")
+
+    return app
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    engine = Engine(arguments.storage, arguments.max_experiments, arguments.max_rank)
+    app = create_app(engine, arguments.token_file.read_text().strip())
+    config = uvicorn.Config(app, host="127.0.0.1", port=arguments.port, log_level="warning")
+    await uvicorn.Server(config).serve()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--storage", type=Path, required=True)
+    parser.add_argument("--token-file", type=Path, required=True)
+    parser.add_argument("--max-experiments", type=int, default=4)
+    parser.add_argument("--max-rank", type=int, default=32)
+    asyncio.run(_serve(parser.parse_args()))
