@@ -123,7 +123,6 @@ def controller_manager(site: Site) -> list[str]:
         f"--cluster-signing-cert-file={site.pki('ca.crt')}",
         f"--cluster-signing-key-file={site.pki('ca.key')}",
         "--use-service-account-credentials",
-        "--enable-hostpath-provisioner",  # claims of the storage class `standard` get a folder of the node
         # Controllers of clouds and of node address ranges have nothing to do here.
         "--controllers=*,-nodeipam,-node-route-controller,-service-lb-controller,-cloud-node-lifecycle-controller",
     ]

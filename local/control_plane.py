@@ -1,8 +1,8 @@
 """A Kubernetes control plane on loopback: etcd, API server, controller manager and scheduler. Needs no root.
 
-    python -m local.control_plane up --dir DIR       prints `export KUBECONFIG=...`; does nothing where it is up
-    python -m local.control_plane status --dir DIR   exit code 0 where every part runs and the API server is ready
-    python -m local.control_plane down --dir DIR     ends its own processes; what was stored stays for the next `up`
+    python -m local.control_plane up [--dir DIR]       prints `export KUBECONFIG=...`; does nothing where it is up
+    python -m local.control_plane status [--dir DIR]   exit code 0 where every part runs and the API server is ready
+    python -m local.control_plane down [--dir DIR]     ends its own processes; what was stored stays for the next `up`
 
 Everything lives in DIR, so several can run side by side. There is no node: objects are stored, checked, owned,
 garbage-collected and scheduled for real, but no pod ever runs (node.py adds one). From Python:
@@ -29,7 +29,7 @@ from typing import Any, Literal, Self
 from local import components, pki, process
 from local.api import Client
 from local.build import built
-from local.cache import LocalClusterError, exclusive, say
+from local.cache import LocalClusterError, cache_dir, exclusive, say
 from local.process import Process
 
 LOOPBACK = "127.0.0.1"
@@ -271,7 +271,9 @@ def _is_free(port: int) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m local.control_plane", description="A local control plane.")
     parser.add_argument("command", choices=["up", "status", "down"])
-    parser.add_argument("--dir", type=Path, required=True, help="where it keeps everything")
+    parser.add_argument(
+        "--dir", type=Path, default=cache_dir() / "control-plane", help="where it keeps everything (%(default)s)"
+    )
     parser.add_argument("--port", type=int, help="of the API server on 127.0.0.1 (default: a free one)")
     parser.add_argument("--audit", action="store_true", help="log every write to DIR/log/audit.jsonl")
     parser.add_argument("--delete", action="store_true", help="down: forget all that was stored, too")

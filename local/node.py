@@ -1,8 +1,8 @@
 """A local control plane with one real node, which runs pods. Needs root.
 
-    python -m local.node up --dir DIR       prints `export KUBECONFIG=...`; does nothing where it is up
-    python -m local.node status --dir DIR   exit code 0 where it is up and the API server is ready
-    python -m local.node down --dir DIR     ends it, pods and all, at once; what was stored stays for the next `up`
+    python -m local.node up [--dir DIR]       prints `export KUBECONFIG=...`; does nothing where it is up
+    python -m local.node status [--dir DIR]   exit code 0 where it is up and the API server is ready
+    python -m local.node down [--dir DIR]     ends it, pods and all, at once; what was stored stays for the next `up`
 
 containerd, runc, CNI plugins, kubelet and kube-proxy run in network, mount and process namespaces of their own, held
 by one process: when that ends, even by kill -9, the kernel ends and takes down all of it. What is left then, folders
@@ -32,7 +32,7 @@ from typing import Self
 from local import components, node_config, pki, process
 from local.api import Client
 from local.build import built
-from local.cache import REPOSITORY, LocalClusterError, exclusive, say
+from local.cache import REPOSITORY, LocalClusterError, cache_dir, exclusive, say
 from local.process import Process
 
 PACKAGES = ("containerd", "runc", "containernetworking-plugins", "iptables", "iproute2")
@@ -245,7 +245,9 @@ def _remove_what_is_left() -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m local.node", description="A local cluster that runs pods.")
     parser.add_argument("command", choices=["up", "status", "down"])
-    parser.add_argument("--dir", type=Path, required=True, help="where it keeps everything")
+    parser.add_argument(
+        "--dir", type=Path, default=cache_dir() / "node", help="where it keeps everything (%(default)s)"
+    )
     parser.add_argument("--delete", action="store_true", help="down: forget all that was stored, too")
     options = parser.parse_args(arguments)
     cluster = NodeCluster(options.dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any
 
 import pytest
 from kubernetes import client
-from kubernetes.stream import stream
 from local import image
 from local.cache import LocalClusterError
 from local.node import NodeCluster
+from local.tools import tools
 
 from tests.cluster_fixtures import wait_until
 
@@ -68,7 +69,9 @@ def _get(address: str) -> str:
         return str(answer.read().decode())
 
 
-def test_stateful_set_with_a_claim_a_service_logs_and_exec(node_kube: client.ApiClient, node_namespace: str) -> None:
+def test_stateful_set_with_a_claim_a_service_logs_and_exec(
+    node_cluster: NodeCluster, node_kube: client.ApiClient, node_namespace: str
+) -> None:
     core, apps = client.CoreV1Api(node_kube), client.AppsV1Api(node_kube)
     ports = [{"port": 80, "targetPort": 8000}]
     service = core.create_namespaced_service(
@@ -81,7 +84,8 @@ def test_stateful_set_with_a_claim_a_service_logs_and_exec(node_kube: client.Api
 
     wait_until(ready, "the pod to be ready")
     assert core.read_namespaced_pod_log("web-0", node_namespace).startswith("hello from 65532\n")
-    assert _exec(core, node_namespace, ["/bin/cat", "/data/starts"]) == "started\n"
+    kubectl = [str(tools() / "kubectl"), f"--kubeconfig={node_cluster.kubeconfig}", f"--namespace={node_namespace}"]
+    assert subprocess.check_output([*kubectl, "exec", "web-0", "--", "cat", "/data/starts"], text=True) == "started\n"
 
     pod = core.read_namespaced_pod("web-0", node_namespace)
     assert _get(f"{pod.status.pod_ip}:8000") == "started\n"
@@ -104,15 +108,6 @@ def test_stateful_set_with_a_claim_a_service_logs_and_exec(node_kube: client.Api
         lambda: volume not in [each.metadata.name for each in core.list_persistent_volume().items],
         "the volume of the deleted claim to go",
     )
-
-
-def _exec(core: client.CoreV1Api, namespace: str, command: list[str]) -> str:
-    options = {"command": command, "stdout": True, "stderr": True, "_preload_content": False}
-    running = stream(core.connect_get_namespaced_pod_exec, "web-0", namespace, **options)
-    running.run_forever(timeout=30)
-    output = str(running.read_all())
-    running.close()
-    return output
 
 
 def _answers(address: str) -> bool:
