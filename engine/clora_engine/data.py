@@ -5,8 +5,11 @@ integer to be resumed from. A finite set of rows is gone through again and again
 depends only on the seed and the round; generated data is endless.
 
 Formats: JSON Lines, as a file or as text (a ConfigMap's). A row is either what the experiment's environment takes
-(`question` and `answer`, say) or, for supervised training, a chat: `{"messages": [{"role": ..., "content": ...},
-...]}`. Parquet is left out: it would add a dependency for what one command converts.
+(`question` and `answer`, say) or, for supervised training, a chat:
+`{"messages": [{"role": ..., "content": ...}, ...]}`. In a chat the assistant's content is all that it writes, tool calls
+included; it is trained on with the environment's tools declared, as they are in an episode.
+
+Parquet is left out: it would add a dependency for what one command converts.
 """
 
 from __future__ import annotations
@@ -194,7 +197,7 @@ def _read(source: File) -> bytes:
 
 
 class _ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
 
 
@@ -232,8 +235,11 @@ def _check_chat(messages: Any) -> None:
     except msgspec.ValidationError as error:
         raise ValueError(f"'messages': {error}") from None
     roles = [message.role for message in found]
-    if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":
-        raise ValueError("'messages' must start with another's message and end with the assistant's")
+    spoken = roles[1:] if roles[:1] == ["system"] else roles
+    if len(spoken) < 2 or spoken[0] != "user" or spoken[-1] != "assistant":
+        raise ValueError(
+            "'messages' must start with the user (one system message may precede) and end with the assistant"
+        )
 
 
 def _bad_data(message: str) -> UserError:

@@ -238,6 +238,7 @@ class Rollouts(Generic[L]):
             return episode.truncate()
         message = self._renderer.parse(sample.ids)
         episode.tool_calls += len(message.tool_calls)
+        episode.tool_errors += bool(message.parse_error)
         result = await self._ask(episode, episode.environment.step(message))
         if result is None:
             return

@@ -18,7 +18,7 @@ def step_metrics(groups: Sequence[Group]) -> dict[str, float]:
         completion_tokens_mean, completion_tokens_max: tokens that the model wrote in a trajectory
         truncated: share of trajectories cut off by a token limit
         turns_mean: turns of the model in a trajectory
-        tool_calls, tool_errors: numbers of calls, and of calls answered with an error
+        tool_calls, tool_errors: numbers of calls, and of calls malformed or answered with an error
         sampled_tokens: all tokens that the model wrote, those of failed trajectories too
         environment_errors, environment_errors/<Reason>: numbers of trajectories that failed
         Failed trajectories count in the last two only; without any other, means are left out.

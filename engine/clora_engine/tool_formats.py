@@ -121,8 +121,10 @@ class Text:
         )
 
     def write(self, message: Message) -> str:
-        if len(message.tool_calls) != 1 or message.content:
-            raise ValueError("a turn of the text protocol is exactly one tool call")
+        if not message.tool_calls:
+            return message.content
+        if len(message.tool_calls) > 1 or message.content:
+            raise ValueError("a turn of the text protocol holds one call and no text beside it")
         call = message.tool_calls[0]
         bare = len(self._parameters.get(call.name, ())) == 1 and len(call.arguments) == 1
         value = next(iter(call.arguments.values())) if bare else dict(call.arguments)

@@ -2,7 +2,7 @@
 
 An environment sees messages, never tokens, and knows no model: the Renderer of clora_engine.chat turns one into the
 other. One instance lives for one episode; a factory, made once per experiment from its checked arguments, makes them
-and knows what all its episodes share: the tools, the usual number of turns, what a row of data must hold. What runs
+and knows what all its episodes share: the tools, and what a row of data must hold. What runs
 foreign code (an HTTP container, the verifiers library) implements the same protocol in modules of its own.
 """
 
@@ -92,11 +92,6 @@ class EnvironmentFactory(Protocol):
     @property
     def tools(self) -> tuple[Tool, ...]:
         """Declared to the model before its first turn."""
-        ...
-
-    @property
-    def max_turns(self) -> int:
-        """The turn limit of an experiment that sets none."""
         ...
 
     def new(self) -> Environment:

@@ -55,10 +55,9 @@ ReadProblem = Callable[[Example], Problem]
 class QuestionFactory:
     """An EnvironmentFactory for rows that `read` understands."""
 
-    def __init__(self, read: ReadProblem, *, max_turns: int) -> None:
+    def __init__(self, read: ReadProblem) -> None:
         self.read = read
         self.tools = (CALCULATOR, FINAL_ANSWER)
-        self.max_turns = max_turns
 
     def new(self) -> QuestionEnvironment:
         return QuestionEnvironment(self.read)

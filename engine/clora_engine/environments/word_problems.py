@@ -30,7 +30,6 @@ from clora_engine.environments.word_templates import (
     Template,
 )
 
-MAX_TURNS = 3
 TEST_SHARE = 8  # one question in so many is held out
 
 T = TypeVar("T")
@@ -64,7 +63,7 @@ class WordProblems(QuestionFactory):
     """The questions of some families."""
 
     def __init__(self, families: Sequence[str] = ONE_STEP) -> None:
-        super().__init__(read_row, max_turns=MAX_TURNS)
+        super().__init__(read_row)
         self.families = tuple(families)
 
     def generate(self, seed: int, split: Split, index: int) -> Example:

@@ -160,7 +160,7 @@ def test_plain_chat_is_the_template_without_tools() -> None:
         ([], "ends with the assistant"),
         ([Message("user", "Hi")], "ends with the assistant"),
         ([Message("assistant", "Hi")], "starts with another"),
-        ([Message("user", "Hi"), Message("assistant", "Hi")], "exactly one tool call"),
+        ([Message("user", "Hi"), Message("assistant", "Hi", (ToolCall("ping", {}),))], "one call and no text"),
     ],
 )
 def test_demonstrations_that_cannot_be_written(messages: list[Message], what: str) -> None:

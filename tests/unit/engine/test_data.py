@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clora_engine.chat import Renderer
 from clora_engine.data import Builtin, Data, Dataset, File, Generated, Inline, Rows, demonstration, load, permutation
 from clora_engine.environments import Generates, Message, create
 from clora_engine.errors import UserError
+from tests.unit.engine.chat_fixtures import CHATML, tiny_tokenizer
 
 GSM8K = create("GSM8K", {})
 PROBLEMS = create("WordProblems", {"families": "errands"})
@@ -175,10 +177,28 @@ def test_a_chats_own_conversation_is_the_demonstration() -> None:
     assert demonstration(CHAT, GSM8K) == [Message("user", "Hi"), Message("assistant", "Hello.")]
 
 
+def test_a_chat_can_spell_out_an_episode() -> None:
+    renderer = Renderer(tiny_tokenizer(CHATML), GSM8K.tools)
+    written = {
+        "messages": [
+            {"role": "user", "content": "Q?"},
+            {"role": "assistant", "content": '{"calculator": "70+2"}'},
+            {"role": "tool", "content": "72"},
+            {"role": "assistant", "content": '{"final_answer": 72}'},
+        ]
+    }
+    data = load(Inline(json.dumps(written), "inline"), GSM8K, seed=0, chat=True)
+    by_hand = renderer.demonstration(demonstration(data.train.example(0), GSM8K))
+    row = {"question": "Q?", "answer": "<<70+2=72>>\n#### 72"}
+    assert by_hand == renderer.demonstration(GSM8K.demonstration(row))
+
+
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
-        ([], "must start with"),
+        ([], "must start with the user"),
+        ([{"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}], "must start with"),
+        ([{"role": "tool", "content": "72"}, {"role": "assistant", "content": "Hi"}], "must start with"),
         ("Hi", "Expected `array`"),
         ([{"role": "user", "content": "Hi"}], "must start with"),
         ([{"role": "assistant", "content": "Hi"}] * 2, "must start with"),

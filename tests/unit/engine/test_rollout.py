@@ -131,7 +131,7 @@ async def test_a_group_token_by_token() -> None:
     assert same.logprobs != calculated.logprobs  # each sample keeps its own
     assert [t.reward for t in group.trajectories] == [1.0, 1.0, 0.0, 1.0]
     assert [t.turns for t in group.trajectories] == [2, 2, 1, 1]
-    assert [t.tool_calls for t in group.trajectories] == [2, 2, 0, 1]
+    assert [(t.tool_calls, t.tool_errors) for t in group.trajectories] == [(2, 0), (2, 0), (0, 1), (1, 0)]
     assert text(chatted.ids) == "So 72." + END
     assert text(answered.ids) == ANSWER + END
     assert sampler.held == 0

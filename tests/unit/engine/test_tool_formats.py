@@ -116,7 +116,7 @@ def test_what_a_format_cannot_hold_is_refused() -> None:
         (Message("assistant", "", (call,)), FORMATS[0]),
         (Message("assistant", "", (call, call)), FORMATS[2]),
         (Message("assistant", "text", (call,)), FORMATS[2]),
-        (Message("assistant", "text"), FORMATS[3]),
+        (Message("assistant", "text", (call,)), FORMATS[3]),
         (Message("assistant", "", (call, call)), FORMATS[3]),
     ):
         with pytest.raises(ValueError):

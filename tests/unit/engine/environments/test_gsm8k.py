@@ -10,7 +10,7 @@ import pytest
 
 from clora_engine.environments import create
 from clora_engine.environments.calculator import evaluate, same_number
-from clora_engine.environments.gsm8k import MAX_TURNS, read_row
+from clora_engine.environments.gsm8k import read_row
 from clora_engine.errors import UserError
 
 SAMPLE = Path(__file__).parents[3] / "data" / "gsm8k"
@@ -36,7 +36,6 @@ def test_real_rows_are_read_and_their_annotations_evaluate() -> None:
         problem = read_row(row)
         results = [part.partition(">>")[0].rpartition("=")[2] for part in row["answer"].split("<<")[1:]]
         assert len(results) == len(problem.expressions)
-        assert len(results) < MAX_TURNS
         for expression, result in zip(problem.expressions, results, strict=True):
             assert same_number(result, str(evaluate(expression)))
             checked += 1

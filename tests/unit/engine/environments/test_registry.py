@@ -10,7 +10,9 @@ from clora_engine.errors import UserError
 
 
 def test_builtin_names() -> None:
-    assert {name: create(name, {}).max_turns for name in BUILTIN} == {"GSM8K": 10, "WordProblems": 3}
+    assert set(BUILTIN) == {"GSM8K", "WordProblems"}
+    for name in BUILTIN:
+        assert [tool.name for tool in create(name, {}).tools] == ["calculator", "final_answer"]
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "", "os.system", "HTTP"])
