@@ -7,11 +7,10 @@ pickle. Only safetensors are read here, nothing is unpickled. Left out, because 
 
 from __future__ import annotations
 
-import math
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,6 +21,9 @@ from clora_engine.errors import UserError
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+LARGEST_WEIGHT = 65504.0
+"""Half precision's largest number: whatever the base model's dtype is, no weight may become infinite in it, not even
+when it is scaled by alpha / rank. An infinity in one tenant's slot could turn another's row into NaN."""
 
 
 class AdapterConfig(BaseModel):
@@ -91,7 +93,7 @@ def check_adapter(directory: Path, base: BaseShapes, max_rank: int) -> AdapterCo
     if config.r > max_rank:
         raise _invalid(directory, f"rank {config.r} is above the engine's maximum of {max_rank}")
     try:
-        _check_weights(directory, config.r, base)
+        _check_weights(directory, config, base)
     except (SafetensorError, OSError) as error:
         raise _invalid(directory, f"{WEIGHTS_FILE} is unreadable or truncated ({error})") from error
     return config
@@ -120,7 +122,8 @@ def _read_config(path: Path) -> AdapterConfig:
         raise _invalid(path.parent, f"{CONFIG_FILE}: {where}: {first['msg']}") from error
 
 
-def _check_weights(directory: Path, rank: int, base: BaseShapes) -> None:
+def _check_weights(directory: Path, config: AdapterConfig, base: BaseShapes) -> None:
+    rank, scale = config.r, max(1.0, config.lora_alpha / config.r)
     with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
         names = set(file.keys())
         if not names:
@@ -133,8 +136,9 @@ def _check_weights(directory: Path, rank: int, base: BaseShapes) -> None:
             for half in ("lora_A", "lora_B"):
                 if f"{PREFIX}{module}.{half}.weight" not in names:
                     raise _invalid(directory, f"{module} has no {half}")
-            if not _finite(file.get_tensor(name)):
-                raise _invalid(directory, f"{name} holds a value that is not finite")
+            tensor = file.get_tensor(name)
+            if not tensor.is_floating_point() or not float(tensor.float().abs().max()) * scale <= LARGEST_WEIGHT:
+                raise _invalid(directory, f"{name} holds a value that is not finite, or too large")
 
 
 def _expected_shape(directory: Path, name: str, rank: int, base: BaseShapes) -> tuple[str, tuple[int, int]]:
@@ -147,10 +151,6 @@ def _expected_shape(directory: Path, name: str, rank: int, base: BaseShapes) -> 
             inputs, outputs = base.linear[module]
             return module, (rank, inputs) if half == "lora_A" else (outputs, rank)
     raise _invalid(directory, f"{name} is not a LoRA weight in PEFT's naming")
-
-
-def _finite(tensor: Any) -> bool:
-    return bool(tensor.is_floating_point()) and math.isfinite(float(tensor.float().abs().max()))
 
 
 def _invalid(directory: Path, problem: str) -> UserError:

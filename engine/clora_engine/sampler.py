@@ -22,6 +22,7 @@ import stat
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ from clora_engine.adapter_files import BaseShapes, check_adapter
 from clora_engine.errors import EngineError, SamplerRestarted, TransientError, UserError
 from clora_engine.sampler_core import Adapter, Output, SamplerConfig, SamplerCore
 from clora_engine.sampler_selftest import self_test
+from clora_engine.sampler_supervisor import CoreSupervisor
 from clora_engine.types import Sample, SamplingParams, Version
 from clora_engine.versions import Entry, State, VersionTable
 from clora_engine.vllm_plugin.compat import check_vllm
@@ -100,12 +102,8 @@ class Sampler:
 
     def __init__(self, config: SamplerConfig) -> None:
         self.config = config
-        self.generation = 0
         self._table = VersionTable(config.slots)
-        self._core: SamplerCore | None = None  # None: not started, or being restarted
-        self._changed = asyncio.Event()
-        self._ended: EngineError | None = None
-        self._supervisor: asyncio.Task[None] | None = None
+        self._supervisor = CoreSupervisor(config, self._reload)
         self._unloading: set[asyncio.Task[None]] = set()
         self._ranks = count()
         self._directories = count()
@@ -120,24 +118,11 @@ class Sampler:
         check_vllm()
         _prepare_root(self.config.versions_root)
         self._base = await asyncio.to_thread(BaseShapes.of_model, self.config.model)
-        core = await SamplerCore.start(self.config, self._base.suffixes)
-        try:
-            await self_test(core, self.config, self._base)
-        except BaseException:
-            await core.close()
-            raise
-        self._core, self.generation = core, 1
-        self._supervisor = asyncio.create_task(self._supervise(core), name="sampler-supervisor")
+        await self._supervisor.start(self._base, partial(self_test, config=self.config, base=self._base))
 
     async def close(self) -> None:
         """End vLLM and remove all versions. What is pending raises EngineError."""
-        self._end(EngineError("the sampler was closed", reason="SamplerClosed"))
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.gather(self._supervisor, return_exceptions=True)
-        core, self._core = self._core, None
-        if core is not None:
-            await core.close()
+        await self._supervisor.close()
         await asyncio.gather(*self._unloading, return_exceptions=True)
         await asyncio.to_thread(_empty_root, self.config.versions_root)
 
@@ -179,7 +164,7 @@ class Sampler:
                 self._retire(self._table.abandon(entry))
             raise
         self._retire(self._table.commit(entry))
-        self._wake()
+        self._supervisor.notify()
         logger.info("published %s as %d", version, entry.lora_id)
 
     def lease(self, experiment: str) -> Lease:
@@ -213,9 +198,9 @@ class Sampler:
         return [output.sample for output in outputs]
 
     def stats(self) -> SamplerStats:
-        core = self._core
+        core = self._supervisor.core
         return SamplerStats(
-            generation=self.generation,
+            generation=self._supervisor.generation,
             up=core is not None,
             running=core.running if core else 0,
             waiting=core.waiting if core else 0,
@@ -231,34 +216,27 @@ class Sampler:
     @asynccontextmanager
     async def _in_flight(self, lease: Lease | None) -> AsyncIterator[tuple[SamplerCore, Adapter | None]]:
         """The running core, and the leased version counted as in flight on it."""
-        core = await self._running()
+        core = await self._supervisor.running()
         entry = lease.held() if lease else None
         if entry is not None:
             self._table.enter(entry)
         try:
             yield core, _adapter(entry) if entry else None
         except SamplerRestarted:
-            self._raise_if_ended()
+            self._supervisor.raise_if_ended()
             raise
         finally:
             if entry is not None:
                 self._retire(self._table.leave(entry))
 
-    async def _running(self) -> SamplerCore:
-        """The core, as soon as there is one. Raises EngineError when there will be none."""
-        while self._core is None:
-            await self._change()
-        self._raise_if_ended()
-        return self._core
-
     async def _reserve(self, version: Version, directory: Path) -> Entry:
         while (entry := self._table.reserve(version, directory)) is None:
-            await self._change()
+            await self._supervisor.change()
         return entry
 
     async def _load(self, entry: Entry) -> None:
         while True:
-            core = await self._running()
+            core = await self._supervisor.running()
             try:
                 return await core.load(_adapter(entry))
             except SamplerRestarted:
@@ -275,7 +253,7 @@ class Sampler:
         version too many, for which vLLM would evict another."""
         try:
             while True:
-                core = await self._running()
+                core = await self._supervisor.running()
                 try:
                     await core.unload(entry.lora_id)
                     break
@@ -288,49 +266,18 @@ class Sampler:
             return
         self._table.removed(entry)
         await asyncio.to_thread(shutil.rmtree, entry.directory, ignore_errors=True)
-        self._wake()
+        self._supervisor.notify()
 
-    async def _supervise(self, core: SamplerCore) -> None:
-        """Restart the core whenever it dies; give up after `start_attempts` lives that did no work."""
-        fruitless = 0
-        while True:
-            await core.died()
-            self._core = None
-            fruitless = 0 if core.samples else fruitless + 1
-            logger.error("vLLM's core died (generation %d)", self.generation)
-            await core.close()
-            while True:
-                if fruitless >= self.config.start_attempts:
-                    message = f"vLLM's core failed {fruitless} times in a row; the sampler gives up"
-                    self._end(EngineError(message, reason="SamplerUnavailable"))
-                    return
-                await asyncio.sleep(self.config.backoff_seconds * 2**fruitless)
-                try:
-                    core = await self._restart()
-                    break
-                except EngineError as error:
-                    logger.error("vLLM's core could not be restarted: %s", error)
-                    fruitless += 1
-
-    async def _restart(self) -> SamplerCore:
-        assert self._base is not None
-        core = await SamplerCore.start(self.config, self._base.suffixes)
-        try:
-            for entry in self._table.to_load():
-                try:
-                    await core.load(_adapter(entry))
-                except TransientError:
-                    raise
-                except EngineError as error:
-                    logger.error("%s is lost: %s", entry.name, error)
-                    self._retire(self._table.abandon(entry))
-        except BaseException:
-            await core.close()
-            raise
-        self._core = core
-        self.generation += 1
-        self._wake()
-        return core
+    async def _reload(self, core: SamplerCore) -> None:
+        """Load into a new core all versions that can still be asked for; one that can't be loaded again is lost."""
+        for entry in self._table.to_load():
+            try:
+                await core.load(_adapter(entry))
+            except TransientError:
+                raise
+            except EngineError as error:
+                logger.error("%s is lost: %s", entry.name, error)
+                self._retire(self._table.abandon(entry))
 
     def _check_request(self, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[int]:
         """The prompt as vLLM wants it. vLLM checks ids against a tokenizer, which it is not given."""
@@ -352,23 +299,6 @@ class Sampler:
         if min(prompt) < 0 or max(prompt) >= self._base.vocabulary:
             raise UserError(f"token ids must be in [0, {self._base.vocabulary})", field="data")
         return prompt
-
-    async def _change(self) -> None:
-        self._raise_if_ended()
-        await self._changed.wait()
-        self._raise_if_ended()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _end(self, error: EngineError) -> None:
-        self._ended = self._ended or error
-        self._wake()
-
-    def _raise_if_ended(self) -> None:
-        if self._ended is not None:
-            raise EngineError(str(self._ended), reason=self._ended.reason)
 
 
 def _adapter(entry: Entry) -> Adapter:

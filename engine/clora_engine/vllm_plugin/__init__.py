@@ -2,7 +2,7 @@
 
 The plugin is inert unless clora's sampler started the process (`ENGINE_PID` is set): another vLLM that is installed in
 the same environment is left as it is. It does two things: every core and worker process ends with the engine that
-started it, and on vLLM's CPU platform LoRA is computed by `grouped_cpu` in place of the stock kernel, which is wrong
+started it, and on vLLM's CPU platform LoRA is computed by `grouped.py` in place of the stock kernel, which is wrong
 for base-model rows when all LoRA slots are full, and several times slower. Nothing is changed on a GPU.
 """
 
