@@ -6,8 +6,8 @@ depends only on the seed and the round; generated data is endless.
 
 Formats: JSON Lines, as a file or as text (a ConfigMap's). A row is either what the experiment's environment takes
 (`question` and `answer`, say) or, for supervised training, a chat:
-`{"messages": [{"role": ..., "content": ...}, ...]}`. In a chat the assistant's content is all that it writes, tool calls
-included; it is trained on with the environment's tools declared, as they are in an episode.
+`{"messages": [{"role": ..., "content": ...}, ...]}`. In a chat the assistant's content is all that it writes, tool
+calls included; it is trained on with the environment's tools declared, as they are in an episode.
 
 Parquet is left out: it would add a dependency for what one command converts.
 """
