@@ -51,10 +51,9 @@ def start(command: Sequence[str], *, cwd: Path, log: Path, dies_with_parent: boo
 
     With `dies_with_parent` the kernel kills it when this process ends, however that ends.
     """
-    prefix = ["setpriv", "--pdeathsig", "KILL", "--"] if dies_with_parent else []
     with log.open("ab") as output:
         child = subprocess.Popen(  # noqa: S603
-            [*prefix, *command],
+            dying_with_parent(command) if dies_with_parent else command,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -65,6 +64,15 @@ def start(command: Sequence[str], *, cwd: Path, log: Path, dies_with_parent: boo
     ticks = _start_ticks(child.pid)
     assert ticks is not None, "not reaped: a zombie at worst"
     return Process(child.pid, ticks)
+
+
+def dying_with_parent(command: Sequence[str]) -> list[str]:
+    """`command`, to be started by this process and killed by the kernel when this process ends.
+
+    The shell ends at once where this process was gone before the kernel knew: then nobody would be told.
+    """
+    check = 'test "$PPID" = "$1" || exit 1; shift; exec "$@"'
+    return ["setpriv", "--pdeathsig", "KILL", "--", "/bin/sh", "-c", check, "sh", str(os.getpid()), *command]
 
 
 def _start_ticks(pid: int) -> int | None:
