@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"clora-operator: {error}", file=sys.stderr)
         return 2
-    for noisy in ("httpx", "httpcore", "kubernetes"):
+    for noisy in ("httpx", "httpcore", "kubernetes", "kopf.objects", "kopf.activities"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         asyncio.run(run(settings))

@@ -148,6 +148,7 @@ class Actor:
 
     async def _tell(self, resource: Experiment | Engine, event: Event) -> None:
         """An Event that cannot be made (a namespace that is being deleted takes none) is no error."""
+        log.info("%s: %s: %s", resource.key, event.reason, event.message)
         body = _event_body(resource, event, self._clock())
         try:
             await asyncio.to_thread(self._kube.create_event, resource.meta.namespace, body)

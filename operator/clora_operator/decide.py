@@ -38,6 +38,8 @@ def decide_experiment(o: ObservedExperiment, now: datetime, settings: Settings) 
         return Plan()  # placement has not seen it yet and will wake it
     case = _Case(o, now, settings)
     course = next(course for question in _QUESTIONS if (course := question(case)) is not None)
+    if course.undecided:
+        return Plan(wants_slot=True)
     return experiment_plan(o, course, now, settings)
 
 
@@ -192,11 +194,12 @@ def _does_it_wait_for_a_slot(case: _Case) -> Course | None:
     if o.view is None or not o.view.ready:
         message = f"LoRAEngine {case.engine_name} is not ready"
         return replace(_waiting(Reason.WAITING_FOR_ENGINE, message), wants_slot=True)
-    if not o.assignment.admitted:
-        reason = o.assignment.reason or Reason.QUEUED
-        message = o.assignment.message or f"waiting for a slot of LoRAEngine {case.engine_name}"
-        return replace(_waiting(reason, message), wants_slot=True, queue_position=o.assignment.position)
-    return None
+    if o.assignment.admitted:
+        return None
+    if o.assignment.reason is None:
+        return Course(undecided=True)  # placement has yet to learn that it wants a slot
+    waiting = _waiting(o.assignment.reason, o.assignment.message)
+    return replace(waiting, wants_slot=True, queue_position=o.assignment.position)
 
 
 def _how_is_it_attached(case: _Case) -> Course:

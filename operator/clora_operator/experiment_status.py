@@ -40,6 +40,7 @@ class Course:
     accepted, attached, progressing   None: as it was (accepted: SpecValid, unless the engine had refused this spec)
     claim                             write into status which engine it belongs to, and what it starts from
     restarts                          retries so far; None: as it was
+    undecided                         nothing can be said before the next placement
     """
 
     accepted: Verdict | None = None
@@ -52,6 +53,7 @@ class Course:
     queue_position: int | None = None
     claim: bool = False
     restarts: int | None = None
+    undecided: bool = False
 
 
 def experiment_plan(o: ObservedExperiment, course: Course, now: datetime, settings: Settings) -> Plan:

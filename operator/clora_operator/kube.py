@@ -6,10 +6,13 @@ Objects go in and out as plain dicts. Leaves out watching, which is kopf's part.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import kubernetes
+import kubernetes.stream
+import kubernetes.watch
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 
@@ -47,6 +50,15 @@ def configuration(kubeconfig: str = "") -> kubernetes.client.Configuration:
     return found
 
 
+def default_namespace(kubeconfig: str = "") -> str:
+    """That of the kubeconfig's current context; "default" where it names none."""
+    try:
+        _, current = kubernetes.config.list_kube_config_contexts(kubeconfig or None)
+    except ConfigException:
+        return "default"
+    return str((current or {}).get("context", {}).get("namespace") or "default")
+
+
 class Kube:
     """Thread-safe, as the client's connection pool is."""
 
@@ -57,7 +69,7 @@ class Kube:
 
     # ------------------------------------------------------------------ clora's own kinds
 
-    def list(self, plural: str, namespaces: tuple[str, ...]) -> list[dict[str, Any]]:
+    def list_all(self, plural: str, namespaces: tuple[str, ...]) -> list[dict[str, Any]]:
         """All objects of one of clora's kinds in `namespaces`; none given: everywhere."""
         if not namespaces:
             answer = self._call(self._custom.list_cluster_custom_object, GROUP, VERSION, plural)
@@ -80,6 +92,27 @@ class Kube:
         """The same, of the status subresource."""
         call = self._custom.patch_namespaced_custom_object_status
         return dict(self._call(call, GROUP, VERSION, namespace, plural, name, body, _content_type=_MERGE))
+
+    def watch(self, plural: str, namespace: str) -> Iterator[list[dict[str, Any]]]:
+        """All objects of one of clora's kinds, after each change; for the command line, which may block for ever."""
+        call = self._custom.list_namespaced_custom_object
+        while True:
+            answer = self._call(call, GROUP, VERSION, namespace, plural)
+            found = {item["metadata"]["uid"]: item for item in answer["items"]}
+            yield list(found.values())
+            version = answer["metadata"]["resourceVersion"]
+            try:
+                for event in kubernetes.watch.Watch().stream(
+                    call, GROUP, VERSION, namespace, plural, resource_version=version, timeout_seconds=300
+                ):
+                    item = event["object"]
+                    found[item["metadata"]["uid"]] = item
+                    if event["type"] == "DELETED":
+                        del found[item["metadata"]["uid"]]
+                    yield list(found.values())
+            except ApiException as error:
+                if error.status != 410:  # what is too old is listed again
+                    raise KubeError(error.status or 0, _sentence(error)) from error
 
     # ------------------------------------------------------------------ what belongs to an engine or an experiment
 
@@ -122,6 +155,16 @@ class Kube:
             "PersistentVolumeClaim": self._core.patch_namespaced_persistent_volume_claim,
         }
         return dict(self._call(calls[kind], name, namespace, manifest, **options))
+
+    def port_forward(self, namespace: str, pod: str, port: int) -> socket.socket:
+        """A socket to a pod's port, through the API server."""
+        call = self._core.connect_get_namespaced_pod_portforward
+        try:
+            forwarded = kubernetes.stream.portforward(call, pod, namespace, ports=str(port)).socket(port)
+        except ApiException as error:
+            raise KubeError(error.status or 0, _sentence(error)) from error
+        forwarded.setblocking(True)
+        return forwarded  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class Observer:
         return ObservedEngine(
             engine=engine,
             rival=rival(engine, self._cache.engines()),
-            token=_decode(secret, key),
+            token=decode_token(secret, key),
             token_secret=(name, key),
             view=self._links.view(engine.key),
             stateful_set=stateful_set,
@@ -193,7 +193,7 @@ def _init_engine(experiment: Experiment, cache: Cache) -> str | None:
     return source.status.engine.name if source is not None and source.status.engine else None
 
 
-def _decode(secret: Mapping[str, Any] | None, key: str) -> str | None:
+def decode_token(secret: Mapping[str, Any] | None, key: str) -> str | None:
     """The token, without the line end that files tend to have; None where there is none."""
     encoded = ((secret or {}).get("data") or {}).get(key)
     if not encoded:

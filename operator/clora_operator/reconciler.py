@@ -235,8 +235,8 @@ class Reconciler:
                 await self._retire_unless_needed(link.key)
 
     async def _list_everything(self) -> None:
-        engines = await asyncio.to_thread(self._kube.list, ENGINES, self._settings.namespaces)
-        experiments = await asyncio.to_thread(self._kube.list, EXPERIMENTS, self._settings.namespaces)
+        engines = await asyncio.to_thread(self._kube.list_all, ENGINES, self._settings.namespaces)
+        experiments = await asyncio.to_thread(self._kube.list_all, EXPERIMENTS, self._settings.namespaces)
         for key in self.cache.replace("engine", engines) | self.cache.replace("experiment", experiments):
             self.wake(key)
 

@@ -1,0 +1,139 @@
+"""`clora`, also `kubectl clora`: what kubectl cannot show well. Watching, metrics, and pulling an adapter.
+
+Leaves out everything that kubectl does (apply, describe, delete).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kubernetes.config.config_exception import ConfigException
+from rich.console import Console
+from rich.table import Table
+
+from clora_operator.cli_engine import EngineAccess, find_experiment
+from clora_operator.cli_watch import watch
+from clora_operator.kube import Kube, KubeError, configuration, default_namespace
+
+METRIC_COLUMNS = ("step", "reward_mean", "loss", "entropy", "kl", "grad_norm", "tokens_per_second", "step_seconds")
+
+
+class CliError(Exception):
+    """Told to the user as it is; exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 all well, 1 an experiment that was watched has failed, 2 the command could not be done."""
+    arguments = _parser().parse_args(argv)
+    try:
+        kube = Kube(configuration(arguments.kubeconfig))
+        namespace = arguments.namespace or default_namespace(arguments.kubeconfig)
+        return int(arguments.run(kube, namespace, arguments))
+    except (CliError, KubeError, ConfigException, LookupError, OSError) as error:
+        print(f"clora: {error.args[0] if error.args else error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--kubeconfig", default="", help="kubeconfig to use instead of the default one")
+    common.add_argument("-n", "--namespace", default="", help="namespace (default: that of the kubeconfig's context)")
+    parser = argparse.ArgumentParser(prog="clora", description="Watch clora's experiments and fetch what they made.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    watching = commands.add_parser("watch", parents=[common], help="show experiments and how they get on")
+    watching.add_argument("names", nargs="*", metavar="NAME", help="experiments (default: all of the namespace)")
+    watching.add_argument("--until-done", action="store_true", help="end when all have succeeded or failed")
+    watching.set_defaults(run=_watch)
+
+    metrics = commands.add_parser("metrics", parents=[common], help="show an experiment's metrics, a line a step")
+    metrics.add_argument("name", metavar="NAME")
+    metrics.add_argument("--json", action="store_true", help="JSON Lines, as they are when stdout is no terminal")
+    metrics.set_defaults(run=_metrics)
+
+    pull = commands.add_parser("pull", parents=[common], help="download an adapter as a PEFT folder")
+    pull.add_argument("name", metavar="NAME")
+    pull.add_argument("folder", metavar="DIR", type=Path, help="a new or empty folder")
+    pull.add_argument("--step", type=int, default=None, help="committed step (default: the latest)")
+    pull.set_defaults(run=_pull)
+    return parser
+
+
+def _watch(kube: Kube, namespace: str, arguments: argparse.Namespace) -> int:
+    return watch(kube, namespace, arguments.names, until_done=arguments.until_done, console=Console())
+
+
+def _metrics(kube: Kube, namespace: str, arguments: argparse.Namespace) -> int:
+    experiment = find_experiment(kube, namespace, arguments.name)
+    with EngineAccess(kube, experiment).get(f"/v1/experiments/{experiment.meta.uid}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    console = Console()
+    if arguments.json or not console.is_terminal:
+        print(*lines, sep="\n")
+    else:
+        console.print(_table([json.loads(line) for line in lines]))
+    return 0
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table()
+    columns = [name for name in METRIC_COLUMNS if any(name in row for row in rows)]
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        values = (row.get(name, "") for name in columns)
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
+    return table
+
+
+def _pull(kube: Kube, namespace: str, arguments: argparse.Namespace) -> int:
+    folder: Path = arguments.folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CliError(f"{folder} is not an empty folder: name a new one")
+    experiment = find_experiment(kube, namespace, arguments.name)
+    access = EngineAccess(kube, experiment)
+    step = arguments.step
+    if step is None:
+        with access.get(f"/v1/experiments/{experiment.meta.uid}/checkpoints") as answer:
+            steps = [item["step"] for item in json.load(answer)["items"]]
+        if not steps:
+            raise CliError(f"{arguments.name} has not committed a step yet")
+        step = max(steps)
+    folder.mkdir(parents=True, exist_ok=True)
+    with access.get(f"/v1/experiments/{experiment.meta.uid}/checkpoints/{step}") as answer:
+        names = extract(answer, folder)
+    print(f"step {step} of {arguments.name}: {', '.join(str(folder / name) for name in names)}")
+    return 0
+
+
+def extract(stream: Any, folder: Path) -> list[str]:
+    """Unpacks a tar of plain files, without folders, links or paths, into `folder`; returns their names.
+
+    Raises CliError, and leaves `folder` as it was, for a tar that holds anything else.
+    """
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as beside:
+        try:
+            with tarfile.open(fileobj=stream, mode="r|") as tar:
+                for member in tar:
+                    if not member.isfile() or Path(member.name).name != member.name:
+                        raise CliError(f"the engine's answer holds {member.name!r}, which is no plain file name")
+                    tar.extract(member, beside, filter="data")
+        except tarfile.TarError as error:
+            raise CliError(f"the engine's answer is no tar: {error}") from error
+        names = sorted(path.name for path in Path(beside).iterdir())
+        for name in names:
+            (Path(beside) / name).replace(folder / name)
+    return names
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
