@@ -19,10 +19,12 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import regex  # type: ignore[import-untyped]  # the standard re has no time-out
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from clora_engine.errors import UserError
@@ -108,6 +110,34 @@ def initialise(layout: Layout, config: LoraConfig, flat: Tensor) -> None:
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
 
 
+class _LoraProduct(torch.autograd.Function):
+    """y = x Wᵀ + c + scale (x Aᵀ) Bᵀ for a frozen W: one pass over y forward and one over the gradient of x backward,
+    where separate operations would each read and write them again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+    ) -> Tensor:
+        x_TI = x.flatten(0, -2)
+        out_TO = functional.linear(x_TI, weight_OI, bias_O)
+        low_TR = functional.linear(x_TI, a_RI).mul_(scale)
+        out_TO.addmm_(low_TR, b_OR.t())
+        ctx.save_for_backward(x_TI, low_TR, weight_OI, a_RI, b_OR)
+        ctx.scale = scale
+        return out_TO.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
+        x_TI, low_TR, weight_OI, a_RI, b_OR = ctx.saved_tensors
+        grad_TO = grad.flatten(0, -2)
+        grad_low_TR = (grad_TO @ b_OR).mul_(ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_TO @ weight_OI).addmm_(grad_low_TR, a_RI).view(*grad.shape[:-1], -1)
+        return grad_x, None, None, grad_low_TR.t() @ x_TI, grad_TO.t() @ low_TR, None
+
+
 class LoraLinear(nn.Module):
     """A frozen Linear plus the live slot's update: y = base(x) + alpha / R * (x Aᵀ) Bᵀ.
 
@@ -127,17 +157,17 @@ class LoraLinear(nn.Module):
         self._update = None
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x)
+        weight, bias = self.base.weight, self.base.bias
         if self._update is None:
-            return out
+            return functional.linear(x, weight, bias)
         a, b, scale = self._update
-        low_rank = functional.linear(x, a.to(x.dtype))
-        return out.add_(functional.linear(low_rank, b.to(x.dtype)), alpha=scale)
+        out: Tensor = _LoraProduct.apply(x, weight, bias, a.to(x.dtype), b.to(x.dtype), scale)  # type: ignore[no-untyped-call]
+        return out
 
 
 def wrap_linears(model: nn.Module, output_head: nn.Module) -> dict[str, LoraLinear]:
     """Replaces every Linear of `model` but the output head by a LoraLinear, in place; name -> layer in model order."""
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output_head]
+    found = [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and m is not output_head]
     layers = {}
     for name, module in found:
         layers[name] = LoraLinear(module)
@@ -210,9 +240,17 @@ def _match_regex(pattern: str, available: tuple[ModuleShape, ...]) -> tuple[Modu
 
 
 def _kinds(available: tuple[ModuleShape, ...]) -> str:
-    return ", ".join(suffix_names(available))
+    return ", ".join(_suffixes(available))
 
 
-def suffix_names(modules: tuple[ModuleShape, ...]) -> list[str]:
-    """The distinct last components of the modules' names, sorted, e.g. down_proj, gate_proj, …"""
+def target_names(modules: tuple[ModuleShape, ...], available: tuple[ModuleShape, ...]) -> list[str]:
+    """The shortest sorted list that PEFT reads as exactly `modules` out of `available`: the distinct last components of
+    their names (down_proj, gate_proj, …) if these say it, else the whole names."""
+    suffixes = _suffixes(modules)
+    if _match_suffixes(tuple(suffixes), available) == modules:
+        return suffixes
+    return sorted(module.name for module in modules)
+
+
+def _suffixes(modules: tuple[ModuleShape, ...]) -> list[str]:
     return sorted({module.name.rpartition(".")[2] for module in modules})

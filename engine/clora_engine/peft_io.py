@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clora_engine.errors import CheckpointError, UserError
-from clora_engine.lora import suffix_names
+from clora_engine.lora import ModuleShape, target_names
 from clora_engine.store import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, AdapterState
 from clora_engine.types import LoraConfig
 
@@ -58,9 +58,15 @@ def _keys(state: AdapterState, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
 # --------------------------------------------------------------------------------------------- writing
 
 
-def write(directory: Path, state: AdapterState, *, model_name: str, optimizer: bool) -> None:
+def write(
+    directory: Path, state: AdapterState, *, model_name: str, available: tuple[ModuleShape, ...], optimizer: bool
+) -> None:
     """Writes a host state that is current (see AdapterStore.sync). Makes `directory` if it is absent (not its parents);
-    every file and the directory itself are fsynced. An OSError passes through."""
+    every file and the directory itself are fsynced. An OSError passes through.
+
+    available: every Linear of the base model. The targets are written as names, not as they were configured: PEFT fails
+    on a pattern that also matches modules which are no Linear, and vLLM wants a list.
+    """
     directory.mkdir(exist_ok=True)
     tensors = dict(_keys(state, state.vectors[MASTER]))
     _save(directory / ADAPTER_FILE, tensors)
@@ -68,7 +74,7 @@ def write(directory: Path, state: AdapterState, *, model_name: str, optimizer: b
         moments = [EXP_AVG, EXP_AVG_SQ] if state.grad_is_zero else [EXP_AVG, EXP_AVG_SQ, GRAD]
         tensors = {f"{v}.{key}": matrix for v in moments for key, matrix in _keys(state, state.vectors[v])}
         _save(directory / OPTIMIZER_FILE, tensors | {STEP: torch.tensor(state.step)})
-    config = json.dumps(_config(state, model_name), indent=2, sort_keys=True)
+    config = json.dumps(_config(state, model_name, available), indent=2, sort_keys=True)
     (directory / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
     _fsync(directory / CONFIG_FILE)
     _fsync(directory)
@@ -87,14 +93,14 @@ def _fsync(path: Path) -> None:
         os.close(fd)
 
 
-def _config(state: AdapterState, model_name: str) -> dict[str, Any]:
+def _config(state: AdapterState, model_name: str, available: tuple[ModuleShape, ...]) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model_name,
         "r": state.config.rank,
         "lora_alpha": state.config.alpha,
-        "target_modules": _export_targets(state),
+        "target_modules": target_names(state.layout.modules, available),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -104,15 +110,6 @@ def _config(state: AdapterState, model_name: str) -> dict[str, Any]:
         "modules_to_save": None,
         "inference_mode": True,
     }
-
-
-def _export_targets(state: AdapterState) -> str | list[str]:
-    """What the adapter was configured with, except that "all-linear" becomes the suffixes it stands for: vLLM compares
-    target modules with a list."""
-    configured = state.config.target_modules
-    if isinstance(configured, str):
-        return suffix_names(state.layout.modules) if configured.lower() == "all-linear" else configured
-    return sorted(configured)
 
 
 # --------------------------------------------------------------------------------------------- reading
@@ -147,12 +144,14 @@ def _lora_config(path: Path, content: dict[str, Any]) -> LoraConfig:
     rank, alpha, targets = content.get("r"), content.get("lora_alpha"), content.get("target_modules")
     if not (isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1):
         raise CheckpointError(f"{path}: r is {rank!r}; it must be an integer of at least 1")
-    if not (isinstance(alpha, int | float) and not isinstance(alpha, bool) and alpha == int(alpha) and alpha >= 1):
+    if isinstance(alpha, float) and alpha.is_integer():
+        alpha = int(alpha)
+    if not (isinstance(alpha, int) and not isinstance(alpha, bool) and alpha >= 1):
         raise UserError(f"{path}: lora_alpha is {alpha!r}; it must be an integer of at least 1", field="initFrom")
     if isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets):
-        return LoraConfig(rank=rank, alpha=int(alpha), target_modules=tuple(targets))
+        return LoraConfig(rank=rank, alpha=alpha, target_modules=tuple(targets))
     if isinstance(targets, str) and targets:
-        return LoraConfig(rank=rank, alpha=int(alpha), target_modules=targets)
+        return LoraConfig(rank=rank, alpha=alpha, target_modules=targets)
     raise CheckpointError(f"{path}: target_modules is {targets!r}; it must be a list of names or one pattern")
 
 
@@ -163,7 +162,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")

@@ -94,7 +94,13 @@ class Trainer:
 
     def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Writes the adapter as a PEFT directory, and its optimizer state if asked; made if absent, files fsynced."""
-        peft_io.write(directory, self.store.sync(adapter), model_name=self._model_name, optimizer=optimizer)
+        peft_io.write(
+            directory,
+            self.store.sync(adapter),
+            model_name=self._model_name,
+            available=self._base.modules,
+            optimizer=optimizer,
+        )
 
     def delete(self, adapter: str) -> None:
         """Forgets the adapter; nothing of it remains in its slot."""

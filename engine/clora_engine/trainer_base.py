@@ -108,7 +108,10 @@ def load_base(path: str, *, dtype: str, device: torch.device) -> BaseModel:
 
 
 def check_supported(config: Any) -> None:
-    """Raises UserError for configurations whose forward pass differs from head(decoder(ids)) under a causal mask."""
+    """Raises UserError for configurations whose forward pass differs from head(decoder(ids)) under a causal mask, or
+    whose linear layers are no plain matrices."""
+    if getattr(config, "quantization_config", None):
+        raise UserError("a quantised model cannot be trained; serve its unquantised form", field="model")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise UserError(f"layers of kind {sorted(kinds)} cannot be trained; only full attention can", field="model")

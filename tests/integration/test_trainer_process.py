@@ -1,0 +1,221 @@
+"""The trainer as a process: the same numbers as in this process, errors as answers, and deaths of either side."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from clora_engine import trainer_protocol as protocol
+from clora_engine.errors import CapacityError, CheckpointError, EngineError, TrainerDied, UserError
+from clora_engine.trainer import Trainer
+from clora_engine.trainer_base import load_base
+from clora_engine.trainer_client import TrainerClient
+from clora_engine.types import AdamParams, Completion, LoraConfig, Loss, Row
+from tests.numerics.tiny import VOCABULARY, batch, tiny_model, trained_tokens
+
+pytestmark = pytest.mark.integration
+
+ADAM = AdamParams(learning_rate=5e-3)
+SETTINGS = {"max_rank": 32, "tokens_per_microbatch": 256, "host_limit_bytes": 1 << 21, "model_name": "clora/tiny"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    tiny_model().save_pretrained(path)
+    return path
+
+
+async def start(checkpoint: Path, *, threads: int = 1) -> TrainerClient:
+    return await TrainerClient.start(str(checkpoint), dtype="float32", device="cpu", threads=threads, **SETTINGS)
+
+
+@pytest.fixture
+async def client(checkpoint: Path) -> AsyncIterator[TrainerClient]:
+    client = await start(checkpoint)
+    yield client
+    await client.close()
+
+
+def long_batch() -> list[Row]:
+    """Seconds of work on one thread: nothing is shared and nothing is merged."""
+    rows = []
+    for prompt in range(60):
+        many = [[(prompt * 7 + c * 11 + t) % VOCABULARY for t in range(120)] for c in range(20)]
+        rows.append(
+            Row(
+                prompt=[prompt, 1, 2],
+                completions=[
+                    Completion(ids=ids, weights=[1.0] * 120, logprobs=[-4.8] * 120, advantages=[1.0] * 120)
+                    for ids in many
+                ],
+            )
+        )
+    return rows
+
+
+LONG = Loss(name="PPO", denominator=1000.0)
+
+
+async def test_a_run_through_the_process_equals_one_in_this_process(
+    client: TrainerClient, checkpoint: Path, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    local = Trainer(load_base(str(checkpoint), dtype="float32", device=torch.device("cpu")), **SETTINGS)
+    config = LoraConfig(rank=8, alpha=16, seed=4)
+    assert await client.create("a", config) == local.create("a", config)
+    for step in range(2):
+        rows = batch(step)
+        loss = Loss(name="PPO", denominator=trained_tokens(rows))
+        theirs, ours = await client.forward_backward("a", rows, loss), local.forward_backward("a", rows, loss)
+        assert (theirs.loss, theirs.metrics, theirs.tokens) == (ours.loss, ours.metrics, ours.tokens)
+        stepped, local_step = await client.optim_step("a", ADAM), local.optim_step("a", ADAM)
+        assert (stepped.step, stepped.grad_norm) == (local_step.step, local_step.grad_norm)
+    assert await client.forward("a", batch(5), temperature=1.5) == local.forward("a", batch(5), temperature=1.5)
+    await client.save("a", tmp_path / "state", optimizer=True)
+    info = await client.load("b", tmp_path / "state", optimizer=True, config=config)
+    assert (info.step, info.parameters) == (2, local.create("c", config).parameters)
+    assert await client.forward("b", batch(5)) == local.forward("a", batch(5))
+    assert client.info.linear_layers == 14
+    assert client.info.vocabulary == VOCABULARY
+
+
+async def test_errors_are_answers_with_their_kind_and_the_process_goes_on(
+    client: TrainerClient, tmp_path: Path
+) -> None:
+    pid = client.pid
+    await client.create("a", LoraConfig(rank=8, alpha=16))
+    with pytest.raises(UserError, match="lora.rank is 64") as user:
+        await client.create("b", LoraConfig(rank=64, alpha=16))
+    assert (user.value.field, user.value.reason) == ("lora.rank", "InvalidSpec")
+    with pytest.raises(CheckpointError, match="adapter_config.json cannot be read"):
+        await client.load("b", tmp_path / "nothing", optimizer=False)
+    with pytest.raises(CheckpointError, match="No such file") as storage:
+        await client.save("a", tmp_path / "no" / "parent", optimizer=False)
+    assert storage.value.reason == "StorageFailed"
+    with pytest.raises(CapacityError, match="host limit"):
+        for number in range(100):
+            await client.create(f"more-{number}", LoraConfig(rank=32, alpha=16))
+    with pytest.raises(EngineError, match="no adapter 'nobody'") as missing:
+        await client.optim_step("nobody", ADAM)
+    assert missing.value.reason == "AdapterNotFound"
+    with pytest.raises(UserError, match="nothing to train on"):
+        await client.forward_backward("a", [], Loss(name="PPO", denominator=1.0))
+    rows = batch(0)
+    result = await client.forward_backward("a", rows, Loss(name="PPO", denominator=trained_tokens(rows)))
+    assert result.loss == result.loss
+    assert (await client.optim_step("a", ADAM)).step == 1
+    assert client.pid == pid
+    assert not client.died.is_set()
+
+
+async def test_a_model_that_cannot_be_trained_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a checkpoint directory"):
+        await start(tmp_path)
+
+
+async def test_calls_are_served_in_order_and_a_cancelled_one_in_the_queue_is_not_run(client: TrainerClient) -> None:
+    await client.create("a", LoraConfig(rank=8, alpha=16))
+    running = asyncio.create_task(client.forward_backward("a", long_batch(), LONG))
+    cancelled = asyncio.create_task(client.optim_step("a", ADAM))
+    last = asyncio.create_task(client.optim_step("a", ADAM))
+    await asyncio.sleep(0)  # all three are queued
+    cancelled.cancel()
+    done, _ = await asyncio.wait((running, last), return_when=asyncio.FIRST_COMPLETED)
+    assert done == {running}
+    assert (await last).step == 1
+    assert cancelled.cancelled()
+
+
+async def test_deleting_fails_the_calls_that_have_no_answer_and_drops_the_late_result(client: TrainerClient) -> None:
+    for name in ("a", "b"):
+        await client.create(name, LoraConfig(rank=8, alpha=16))
+    running = asyncio.create_task(client.forward_backward("a", long_batch(), LONG))
+    queued = asyncio.create_task(client.optim_step("a", ADAM))
+    other = asyncio.create_task(client.forward_backward("b", batch(1), LONG))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the first is with the process, the others wait
+    deleting = asyncio.create_task(client.delete("a"))
+    for call in (running, queued):
+        with pytest.raises(EngineError, match="'a' was deleted meanwhile") as caught:
+            await call
+        assert caught.value.reason == "AdapterDeleted"
+    assert not deleting.done()
+    await deleting
+    assert (await other).tokens > 0
+    assert (await client.optim_step("b", ADAM)).step == 1
+    with pytest.raises(EngineError, match="no adapter 'a'"):
+        await client.optim_step("a", ADAM)
+    assert (await client.create("a", LoraConfig(rank=8, alpha=16))).step == 0
+
+
+async def test_when_the_process_is_killed_every_call_says_so(client: TrainerClient) -> None:
+    await client.create("a", LoraConfig(rank=8, alpha=16))
+    running = asyncio.create_task(client.forward_backward("a", long_batch(), LONG))
+    queued = asyncio.create_task(client.optim_step("a", ADAM))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    os.kill(client.pid, signal.SIGKILL)
+    for call in (running, queued):
+        with pytest.raises(TrainerDied, match="ended by signal 9"):
+            await call
+    async with asyncio.timeout(10):
+        await client.died.wait()
+    assert "signal 9" in str(client.death)
+    with pytest.raises(TrainerDied):
+        await client.create("b", LoraConfig(rank=8, alpha=16))
+
+
+async def test_when_it_is_killed_idle_the_owner_hears_of_it(client: TrainerClient) -> None:
+    os.kill(client.pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        await client.died.wait()
+
+
+async def test_closing_ends_the_process_and_is_no_death(checkpoint: Path) -> None:
+    client = await start(checkpoint)
+    await client.create("a", LoraConfig(rank=8, alpha=16))
+    running = asyncio.create_task(client.forward_backward("a", long_batch(), LONG))
+    await asyncio.sleep(0)
+    await client.close()
+    with pytest.raises(TrainerDied, match="was closed"):
+        await running
+    assert not client.died.is_set()
+    with pytest.raises(ProcessLookupError):
+        os.kill(client.pid, 0)
+
+
+async def test_the_process_ends_with_its_parent_even_while_it_computes(checkpoint: Path) -> None:
+    """Speaks the protocol by hand, so that the other end can vanish in the middle of a command."""
+    ours, theirs = socket.socketpair()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "clora_engine.trainer_process", "--fd", str(theirs.fileno()), "--threads", "1"),
+        pass_fds=(theirs.fileno(),),
+    )
+    theirs.close()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    config = LoraConfig(rank=8, alpha=16)
+    commands: list[protocol.Command] = [
+        protocol.Start(model_path=str(checkpoint), dtype="float32", device="cpu", **SETTINGS),
+        protocol.Create("a", config),
+        protocol.ForwardBackward("a", long_batch(), LONG),
+    ]
+    for command in commands:
+        body = msgspec.msgpack.encode(command)
+        writer.write(protocol.header(body) + body)
+    for _ in range(2):
+        (length,) = protocol.LENGTH.unpack(await reader.readexactly(protocol.LENGTH.size))
+        assert msgspec.msgpack.decode(await reader.readexactly(length), type=protocol.Reply).failure is None
+    writer.close()  # what the kernel does to the socket of a parent that dies
+    async with asyncio.timeout(10):
+        assert await process.wait() == 0
