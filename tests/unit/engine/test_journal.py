@@ -1,0 +1,191 @@
+"""Commits exist at one moment, resume takes back what lies past them, and only the newest epoch writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from clora_engine.errors import CheckpointError, StaleEpochError, UserError
+from clora_engine.journal import Journal, experiment_folder, next_epoch
+from clora_engine.types import Group, Trajectory
+
+UID = "0b6f2f6e-5d0c-4c58-9a36-3f0a51c1a001"
+
+
+def opened(storage: Path, epoch: int = 1) -> Journal:
+    journal = Journal(storage, UID, epoch)
+    journal.claim("team-a", "run")
+    return journal
+
+
+def make_step(journal: Journal, step: int, *, metrics: bool = True) -> None:
+    folder = journal.step_folder(step)
+    (folder / "adapter_model.safetensors").write_bytes(b"weights %d" % step)
+    if metrics:
+        journal.append_metrics({"step": step})
+    journal.commit(step, position=8 * step, now=float(step))
+
+
+def lines(journal: Journal) -> list[int]:
+    return [json.loads(line)["step"] for line in (journal.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def group(index: int) -> Group:
+    trajectory = Trajectory(ids=[1, 2], mask=[1, 1], logprobs=[-0.5, -0.25], reward=1.0, turns=1)
+    return Group(index=index, example=index, version_step=0, prompt=[5, 6], trajectories=[trajectory])
+
+
+def test_epoch_only_grows(tmp_path: Path) -> None:
+    assert [next_epoch(tmp_path) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_commit_is_read_back(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    assert journal.resume() is None
+    make_step(journal, 0)
+    make_step(journal, 1)
+    commit = journal.resume()
+    assert commit is not None
+    assert (commit.manifest.step, commit.manifest.position, commit.manifest.epoch) == (1, 8, 1)
+    assert (commit.folder / "adapter_model.safetensors").read_bytes() == b"weights 1"
+
+
+def test_resume_takes_back_what_lies_past_the_commit(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    make_step(journal, 0)
+    unfinished = journal.step_folder(1)
+    (unfinished / "adapter_model.safetensors").write_bytes(b"half")
+    journal.append_metrics({"step": 1})
+    again = opened(tmp_path, epoch=2)
+    commit = again.resume()
+    assert commit is not None
+    assert commit.manifest.step == 0
+    assert lines(again) == [0]
+    assert not unfinished.exists()
+
+
+def test_an_older_epoch_cannot_commit(tmp_path: Path) -> None:
+    old = opened(tmp_path, epoch=1)
+    make_step(old, 0)
+    opened(tmp_path, epoch=2)
+    folder = old.step_folder(1)
+    (folder / "adapter_model.safetensors").write_bytes(b"late")
+    with pytest.raises(StaleEpochError, match="epoch 2"):
+        old.commit(1, position=8, now=1.0)
+    assert old.commits() == [0]
+    with pytest.raises(StaleEpochError):
+        opened(tmp_path, epoch=1)
+
+
+def test_a_folder_of_another_namespace_is_not_claimed(tmp_path: Path) -> None:
+    opened(tmp_path)
+    with pytest.raises(UserError, match="another namespace"):
+        Journal(tmp_path, UID, 2).claim("team-b", "run")
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "link"])
+def test_a_torn_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+    journal = opened(tmp_path)
+    make_step(journal, 0)
+    path = journal.folder / "steps" / "00000" / "adapter_model.safetensors"
+    if damage == "truncate":
+        path.write_bytes(b"w")
+    elif damage == "remove":
+        path.unlink()
+    else:
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.write_bytes(path.read_bytes())
+        path.unlink()
+        path.symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match=r"steps/00000/adapter_model\.safetensors"):
+        journal.resume()
+
+
+def test_a_step_is_committed_once(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    make_step(journal, 0)
+    with pytest.raises(CheckpointError, match="committed already"):
+        journal.step_folder(0)
+
+
+def test_metrics_shorter_than_the_commit_says(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    make_step(journal, 0)
+    (journal.folder / "metrics.jsonl").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):
+        journal.resume()
+
+
+def test_prune_keeps_the_first_the_latest_and_some_before_it(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    for step in range(7):
+        make_step(journal, step)
+        journal.append_group(step + 1, group(0))
+    journal.prune(keep=2)
+    assert journal.commits() == [0, 4, 5, 6]
+    assert sorted(int(p.stem) for p in (journal.folder / "rollouts").iterdir()) == [4, 5, 6, 7]
+
+
+def test_groups_come_back_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.append_group(1, group(3))
+    journal.append_group(1, group(1))
+    path = journal.folder / "rollouts" / "00001.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"index": 2, "exam')
+    assert journal.read_groups(1) == {3: group(3), 1: group(1)}
+    journal.append_group(1, group(2))
+    assert sorted(journal.read_groups(1)) == [1, 2, 3]
+    assert journal.read_groups(2) == {}
+
+
+@pytest.mark.parametrize("uid", ["", "../x", "a/b", ".", "x" * 65, "a b"])
+def test_a_uid_names_a_folder_below_the_root_only(tmp_path: Path, uid: str) -> None:
+    with pytest.raises(UserError):
+        experiment_folder(tmp_path, uid)
+
+
+def test_delete_removes_everything(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    make_step(journal, 0)
+    journal.delete()
+    assert not journal.folder.exists()
+
+
+def test_a_kill_between_metrics_and_manifest_leaves_the_step_before(tmp_path: Path) -> None:
+    """The real thing: a process is killed after it appended its metrics and before the manifest's rename."""
+    program = textwrap.dedent(
+        """
+        import os, signal, sys
+        from pathlib import Path
+        from clora_engine import journal as module
+        from tests.unit.engine.test_journal import make_step, opened
+        journal = opened(Path(sys.argv[1]))
+        make_step(journal, 0)
+        write = module._write_atomic
+        def killed(path, data):
+            if path.name == "manifest.json":
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(path, data)
+        module._write_atomic = killed
+        make_step(journal, 1)
+        """
+    )
+    root = Path(__file__).resolve().parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    journal = Journal(tmp_path, UID, 1)
+    assert lines(journal) == [0, 1]
+    again = opened(tmp_path, epoch=2)
+    commit = again.resume()
+    assert commit is not None
+    assert commit.manifest.step == 0
+    assert lines(again) == [0]
