@@ -49,7 +49,7 @@ class ControlPlane:
     """One control plane in `folder`.
 
     port     of the API server; None takes a free one (and the same again at the next `up`, while it is free)
-    audit    writes every creating, changing or deleting request to `audit_log`, a JSON object a line
+    audit    logs every write, and what pods' accounts read, to `audit_log`: an audit.k8s.io/v1 event a line
     As a context manager it goes up and down with the block, and its processes are killed with this process.
     """
 
@@ -275,7 +275,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--dir", type=Path, default=cache_dir() / "control-plane", help="where it keeps everything (%(default)s)"
     )
     parser.add_argument("--port", type=int, help="of the API server on 127.0.0.1 (default: a free one)")
-    parser.add_argument("--audit", action="store_true", help="log every write to DIR/log/audit.jsonl")
+    parser.add_argument(
+        "--audit", action="store_true", help="log every write, and reads by service accounts, to DIR/log/audit.jsonl"
+    )
     parser.add_argument("--delete", action="store_true", help="down: forget all that was stored, too")
     options = parser.parse_args(arguments)
     cluster = ControlPlane(options.dir, port=options.port, audit=options.audit)

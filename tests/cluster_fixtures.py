@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from kubernetes import client, config
+
 from local.control_plane import ControlPlane
 from local.crds import install_crds
 from local.node import NodeCluster
@@ -57,8 +58,18 @@ def namespace(kube: client.ApiClient) -> Iterator[str]:
 
 def writes(control_plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
     """The writes to one namespace so far, in order: audit.k8s.io/v1 events (verb, user, objectRef, responseStatus)."""
-    events = [json.loads(line) for line in control_plane.audit_log.read_text().splitlines()]
-    return [event for event in events if event.get("objectRef", {}).get("namespace") == namespace]
+    reads = ("get", "list", "watch")
+    events = audit_events(control_plane)
+    return [
+        event
+        for event in events
+        if event.get("objectRef", {}).get("namespace") == namespace and event["verb"] not in reads
+    ]
+
+
+def audit_events(control_plane: ControlPlane) -> list[dict[str, Any]]:
+    """Every write so far, and every request of a pod's account (see local/components.py)."""
+    return [json.loads(line) for line in control_plane.audit_log.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
