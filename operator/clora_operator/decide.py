@@ -141,11 +141,11 @@ def _is_its_engine_silent(case: _Case) -> Course | None:
     since = (view.down_since if view else None) or case.o.memory.silent_since or case.now
     left = case.settings.unreachable_grace_seconds - (case.now - since).total_seconds()
     if left > 0:
-        return Course(requeue_after=left)
+        return Course(requeue_after=left, wants_slot=True)
     trouble = (view.error if view else "") or "no answer yet"
     message = f"LoRAEngine {case.engine_name} does not answer: {trouble}"
     unknown = Verdict("Unknown", Reason.ENGINE_UNREACHABLE, message)
-    return Course(attached=unknown, progressing=unknown)
+    return Course(attached=unknown, progressing=unknown, wants_slot=True)
 
 
 def _is_it_suspended(case: _Case) -> Course | None:

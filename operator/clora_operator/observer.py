@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from clora_api.control import Phase
-from clora_api.v1alpha1.conditions import EngineCondition
+from clora_api.v1alpha1.conditions import EngineCondition, ExperimentCondition
 from clora_operator import workload
 from clora_operator.cache import Cache
 from clora_operator.kube import Kube
@@ -167,6 +167,7 @@ def claims(cache: Cache, links: Links, memories: Mapping[str, Memory]) -> list[C
         if over and not holds:
             continue
         memory = memories.get(meta.uid)
+        attached = find_condition(experiment.status.conditions, ExperimentCondition.ATTACHED)
         found.append(
             Claim(
                 uid=meta.uid,
@@ -178,6 +179,7 @@ def claims(cache: Cache, links: Links, memories: Mapping[str, Memory]) -> list[C
                 selector=spec.engine_selector.match_labels if spec and spec.engine_selector else None,
                 pinned=told.name if told else _init_engine(experiment, cache),
                 holds=holds,
+                attached=attached is not None and attached.status != "False",
                 wants=not over and memory is not None and memory.wants_slot,
             )
         )

@@ -1,6 +1,6 @@
 """Placement: one pure pass over all engines and experiments that says who belongs where and who has to wait.
 
-Order is age. An experiment that an engine has been told of stays with that engine, whose storage holds its steps. The
+Order is age, but who was attached when its engine went down comes back first. An experiment that an engine has been told of stays with that engine, whose storage holds its steps. The
 engine has the last word: when it answers 409 it counts as full for a while. Leaves out priorities and preemption: who
 has a slot keeps it until it has finished, failed or been suspended.
 """
@@ -38,7 +38,7 @@ class Room:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """One unfinished experiment. pinned: the engine that was told of it; holds: it has a slot there already;
-    wants: nothing but a slot is missing."""
+    attached: it had one when the engine was last heard of; wants: nothing but a slot is missing."""
 
     uid: str
     namespace: str
@@ -49,6 +49,7 @@ class Claim:
     selector: Mapping[str, str] | None
     pinned: str | None = None
     holds: bool = False
+    attached: bool = False
     wants: bool = False
 
 
@@ -67,7 +68,7 @@ class Assignment:
 def place(rooms: Iterable[Room], claims: Iterable[Claim]) -> dict[str, Assignment]:
     """uid -> Assignment for every claim."""
     by_seat = {room.seat: room for room in rooms}
-    ordered = sorted(claims, key=lambda c: (c.created, c.namespace, c.name))
+    ordered = sorted(claims, key=lambda c: (not c.attached, c.created, c.namespace, c.name))
     taken: dict[Seat, int] = defaultdict(int, {seat: room.strangers for seat, room in by_seat.items()})
     for claim in ordered:
         if claim.holds and claim.pinned:

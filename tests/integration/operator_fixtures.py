@@ -1,0 +1,305 @@
+"""What the operator's tests share: the operator as a process with its documented rights only, an engine without a
+model, and waiting for a state through the API server's watch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from kubernetes import client, watch
+from kubernetes.client.exceptions import ApiException
+
+from clora_api import API_VERSION, GROUP, VERSION
+from local.control_plane import ControlPlane
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a-token-of-the-tests"
+SECONDS = 60.0
+# The rights that the operator needs in a namespace, and no more: every test here runs with these.
+RULES = [
+    {"apiGroups": [GROUP], "resources": ["loraengines"], "verbs": ["get", "list", "watch"]},
+    {"apiGroups": [GROUP], "resources": ["loraexperiments"], "verbs": ["get", "list", "watch", "patch"]},
+    {"apiGroups": [GROUP], "resources": ["loraengines/status", "loraexperiments/status"], "verbs": ["patch"]},
+    {"apiGroups": ["apps"], "resources": ["statefulsets"], "verbs": ["get", "list", "watch", "create", "patch"]},
+    {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "create", "patch"]},
+    {"apiGroups": [""], "resources": ["persistentvolumeclaims"], "verbs": ["get", "create", "patch"]},
+    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create"]},
+    {"apiGroups": [""], "resources": ["configmaps", "pods"], "verbs": ["get"]},
+    {"apiGroups": [""], "resources": ["events"], "verbs": ["create"]},
+]
+# Times that make a test quick; what a test is about it sets itself.
+QUICK = {
+    "LIVENESS_PORT": "0",
+    "METRICS_PORT": "0",
+    "UNREACHABLE_GRACE_SECONDS": "2",
+    "PROGRESS_WRITE_SECONDS": "0.2",
+    "RETRY_BACKOFF_SECONDS": "0.2",
+    "RESYNC_SECONDS": "5",
+    "RELEASE_DEADLINE_SECONDS": "60",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class EngineProcess:
+    """The simulated engine; what it commits and logs outlives a kill."""
+
+    def __init__(self, folder: Path, *, max_experiments: int = 4, max_rank: int = 32) -> None:
+        folder.mkdir(parents=True)
+        self._folder, self._port = folder, free_port()
+        self._limits = (max_experiments, max_rank)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._token = folder / "token"
+        self._token.write_text(TOKEN)
+        self.endpoint = f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Returns once it answers."""
+        command = [sys.executable, "-m", "tests.integration.simulated_engine", "--port", str(self._port)]
+        command += ["--storage", str(self._folder), "--token-file", str(self._token)]
+        command += ["--max-experiments", str(self._limits[0]), "--max-rank", str(self._limits[1])]
+        with (self._folder / "engine.log").open("ab") as log:
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        wait_for(self._answers, "the simulated engine to answer")
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.endpoint}/healthz", trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def get(self, path: str) -> Any:
+        answer = httpx.get(self.endpoint + path, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False)
+        answer.raise_for_status()
+        return answer.json()
+
+    def uids(self) -> set[str]:
+        return {item["uid"] for item in self.get("/v1/experiments")["items"]}
+
+    def events(self, event: str, uid: str) -> list[dict[str, Any]]:
+        """What happened to an experiment, over all epochs."""
+        path = self._folder / "events.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line for line in lines if (line["event"], line["uid"]) == (event, uid)]
+
+    def has_files(self, uid: str) -> bool:
+        return any((self._folder / "experiments" / uid).glob("*"))
+
+
+class OperatorProcess:
+    """`clora-operator run`, as users run it."""
+
+    def __init__(self, kubeconfig: Path, namespace: str, log: Path, **settings: str) -> None:
+        self._kubeconfig, self._namespace, self.log = kubeconfig, namespace, log
+        self._settings = {f"CLORA_OPERATOR_{name}": value for name, value in (QUICK | settings).items()}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [str(Path(sys.executable).with_name("clora-operator")), "run", "--namespace", self._namespace]
+        command += ["--kubeconfig", str(self._kubeconfig)]
+        with self.log.open("ab") as log:
+            environment = {**os.environ, **self._settings}
+            self._process = subprocess.Popen(command, cwd=self.log.parent, env=environment, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        """As an out-of-memory kill does: no time for anything."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM, as kubelet does; the exit code."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(timeout=30)
+
+
+class Cluster:
+    """One namespace of the API server, as a user sees it."""
+
+    def __init__(self, kube: client.ApiClient, namespace: str) -> None:
+        self.namespace = namespace
+        self.core = client.CoreV1Api(kube)
+        self.custom = client.CustomObjectsApi(kube)
+
+    def create(self, plural: str, name: str, spec: dict[str, Any], **metadata: Any) -> dict[str, Any]:
+        kind = {"loraexperiments": "LoRAExperiment", "loraengines": "LoRAEngine"}[plural]
+        body = {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name, **metadata}, "spec": spec}
+        return dict(self.custom.create_namespaced_custom_object(GROUP, VERSION, self.namespace, plural, body))
+
+    def experiment(self, name: str, *, max_steps: int = 3, arguments: dict[str, str] | None = None, **spec: Any) -> str:
+        """Creates one that the engine `main` takes, with `spec` laid over; its uid."""
+        whole = {
+            "engineRef": {"name": "main"},
+            "environment": {"name": "WordProblems", "arguments": arguments or {}},
+            "data": {"builtin": "Generated"},
+            "maxSteps": max_steps,
+            **spec,
+        }
+        created = self.create("loraexperiments", name, {key: value for key, value in whole.items() if value})
+        return str(created["metadata"]["uid"])
+
+    def engine(self, endpoint: str, name: str = "main", **metadata: Any) -> None:
+        """An engine that runs already, with its token."""
+        secret = {"metadata": {"name": f"{name}-token"}, "stringData": {"token": TOKEN}}
+        self.core.create_namespaced_secret(self.namespace, secret)
+        reference = {"name": f"{name}-token"}
+        spec = {"model": {"name": "simulated"}, "endpoint": endpoint, "tokenSecretRef": reference}
+        self.create("loraengines", name, spec, **metadata)
+
+    def get(self, name: str, plural: str = "loraexperiments") -> dict[str, Any]:
+        return dict(self.custom.get_namespaced_custom_object(GROUP, VERSION, self.namespace, plural, name))
+
+    def patch(self, name: str, body: dict[str, Any], plural: str = "loraexperiments") -> None:
+        self.custom.patch_namespaced_custom_object(GROUP, VERSION, self.namespace, plural, name, body)
+
+    def delete(self, name: str, plural: str = "loraexperiments") -> None:
+        self.custom.delete_namespaced_custom_object(GROUP, VERSION, self.namespace, plural, name)
+
+    def exists(self, name: str, plural: str = "loraexperiments") -> bool:
+        try:
+            self.get(name, plural)
+        except ApiException as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def wait(
+        self,
+        name: str,
+        condition: Callable[[dict[str, Any]], bool],
+        what: str,
+        *,
+        plural: str = "loraexperiments",
+        seconds: float = SECONDS,
+    ) -> dict[str, Any]:
+        """The first version of an object for which `condition` holds, by a watch."""
+        last: dict[str, Any] = {}
+        listing = self.custom.list_namespaced_custom_object
+        for event in watch.Watch().stream(
+            listing,
+            GROUP,
+            VERSION,
+            self.namespace,
+            plural,
+            timeout_seconds=round(seconds),
+            field_selector=f"metadata.name={name}",
+        ):
+            last = event["object"]
+            if event["type"] != "DELETED" and condition(last):
+                return last
+        pytest.fail(
+            f"waited {seconds:.0f} s in vain for {what}; the last status of {name} was\n{yaml.dump(last.get('status'))}"
+        )
+
+    def wait_state(self, name: str, *states: str, seconds: float = SECONDS) -> dict[str, Any]:
+        return self.wait(name, lambda o: status(o).get("state") in states, f"state {'/'.join(states)}", seconds=seconds)
+
+    def wait_reason(self, name: str, kind: str, reason: str, *, plural: str = "loraexperiments") -> dict[str, Any]:
+        return self.wait(
+            name, lambda o: condition(o, kind).get("reason") == reason, f"{kind} for reason {reason}", plural=plural
+        )
+
+    def wait_gone(self, name: str, *, plural: str = "loraexperiments", seconds: float = SECONDS) -> None:
+        wait_for(lambda: not self.exists(name, plural), f"{name} to be gone", seconds)
+
+    def event_reasons(self, name: str) -> list[str]:
+        items = self.core.list_namespaced_event(self.namespace, field_selector=f"involvedObject.name={name}").items
+        return [item.reason for item in items]
+
+
+def status(resource: dict[str, Any]) -> dict[str, Any]:
+    return dict(resource.get("status") or {})
+
+
+def condition(resource: dict[str, Any], kind: str) -> dict[str, Any]:
+    return next((c for c in status(resource).get("conditions", []) if c["type"] == kind), {})
+
+
+def wait_for(check: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
+    """For what has no event to wait for: a process that comes up, an object that goes."""
+    deadline = time.monotonic() + seconds
+    while not check():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {seconds:.0f} s in vain for {what}")
+        time.sleep(0.05)
+
+
+def restricted_kubeconfig(control_plane: ControlPlane, kube: client.ApiClient, namespace: str, folder: Path) -> Path:
+    """The kubeconfig of a ServiceAccount that has RULES in `namespace` and nothing else."""
+    core, rbac = client.CoreV1Api(kube), client.RbacAuthorizationV1Api(kube)
+    name = "clora-operator"
+    core.create_namespaced_service_account(namespace, {"metadata": {"name": name}})
+    rbac.create_namespaced_role(namespace, {"metadata": {"name": name}, "rules": RULES})
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    rbac.create_namespaced_role_binding(namespace, {"metadata": {"name": name}, "subjects": [subject], "roleRef": role})
+    token = core.create_namespaced_service_account_token(name, namespace, {"spec": {"expirationSeconds": 3600}})
+    admin = yaml.safe_load(control_plane.kubeconfig.read_text())
+    admin["users"] = [{"name": name, "user": {"token": token.status.token}}]
+    for context in admin["contexts"]:
+        context["context"]["user"] = name
+    path = folder / "operator.kubeconfig"
+    path.write_text(yaml.safe_dump(admin))
+    path.chmod(0o600)
+    return path
+
+
+class Stage:
+    """Starts what a test needs and ends it with the test."""
+
+    def __init__(self, stack: ExitStack, folder: Path, kubeconfig: Path, cluster: Cluster) -> None:
+        self._stack, self._folder, self._kubeconfig = stack, folder, kubeconfig
+        self.cluster = cluster
+
+    def start_engine(self, name: str = "main", *, max_experiments: int = 4, max_rank: int = 32) -> EngineProcess:
+        """An engine that answers, and its LoRAEngine."""
+        engine = EngineProcess(self._folder / name, max_experiments=max_experiments, max_rank=max_rank)
+        self._stack.callback(engine.kill)
+        engine.start()
+        self.cluster.engine(engine.endpoint, name, labels={"pool": "tests"})
+        return engine
+
+    def start_operator(self, **settings: str) -> OperatorProcess:
+        operator = OperatorProcess(self._kubeconfig, self.cluster.namespace, self._folder / "operator.log", **settings)
+        self._stack.callback(operator.kill)
+        operator.start()
+        return operator
+
+
+@pytest.fixture
+def stage(control_plane: ControlPlane, kube: client.ApiClient, namespace: str, tmp_path: Path) -> Iterator[Stage]:
+    kubeconfig = restricted_kubeconfig(control_plane, kube, namespace, tmp_path)
+    with ExitStack() as stack:
+        yield Stage(stack, tmp_path, kubeconfig, Cluster(kube, namespace))
+        release(Cluster(kube, namespace))
+
+
+def release(cluster: Cluster) -> None:
+    """Lets the test's namespace go when the operator is dead: no finalizer is left behind."""
+    listed = cluster.custom.list_namespaced_custom_object(GROUP, VERSION, cluster.namespace, "loraexperiments")
+    for item in listed["items"]:
+        if item["metadata"].get("finalizers"):
+            cluster.patch(item["metadata"]["name"], {"metadata": {"finalizers": None}})

@@ -1,0 +1,256 @@
+"""The CRDs on the real API server: they apply without warnings, teach, refuse with a sentence, block no status write."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes import client
+from kubernetes.client.exceptions import ApiException
+
+from clora_api import API_VERSION, GROUP, VERSION
+from local.control_plane import ControlPlane
+from tests.cluster_fixtures import wait_until
+
+pytestmark = pytest.mark.integration
+
+CRDS = Path(__file__).resolve().parents[2] / "crds"
+EXPERIMENT: dict[str, Any] = {
+    "engineRef": {"name": "main"},
+    "environment": {"name": "WordProblems"},
+    "data": {"builtin": "Generated"},
+    "maxSteps": 10,
+}
+ENGINE: dict[str, Any] = {"model": {"name": "org/model"}, "image": "clora-engine:test"}
+KINDS = {"loraexperiments": ("LoRAExperiment", EXPERIMENT), "loraengines": ("LoRAEngine", ENGINE)}
+
+
+def kubectl(control_plane: ControlPlane, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["kubectl", "--kubeconfig", str(control_plane.kubeconfig), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+class Api:
+    def __init__(self, kube: client.ApiClient, namespace: str) -> None:
+        self._api, self._namespace = client.CustomObjectsApi(kube), namespace
+
+    def create(self, plural: str = "loraexperiments", name: str = "one", **changes: Any) -> dict[str, Any]:
+        """The kind's small valid spec with `changes` laid over its top level; None removes."""
+        kind, spec = KINDS[plural]
+        merged = {key: value for key, value in (copy.deepcopy(spec) | changes).items() if value is not None}
+        body = {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": merged}
+        return dict(
+            self._api.create_namespaced_custom_object(
+                GROUP, VERSION, self._namespace, plural, body, field_validation="Strict"
+            )
+        )
+
+    def patch(self, spec: dict[str, Any], plural: str = "loraexperiments", name: str = "one") -> dict[str, Any]:
+        call = self._api.patch_namespaced_custom_object
+        return dict(call(GROUP, VERSION, self._namespace, plural, name, {"spec": spec}))
+
+    def patch_status(self, status: dict[str, Any], name: str = "one") -> dict[str, Any]:
+        call = self._api.patch_namespaced_custom_object_status
+        return dict(call(GROUP, VERSION, self._namespace, "loraexperiments", name, {"status": status}))
+
+
+@pytest.fixture
+def api(kube: client.ApiClient, namespace: str) -> Api:
+    return Api(kube, namespace)
+
+
+def refusal(error: pytest.ExceptionInfo[ApiException]) -> str:
+    assert error.value.status == 422
+    return str(json.loads(error.value.body)["message"])
+
+
+# ------------------------------------------------------------------------------ as a whole
+
+
+@pytest.mark.parametrize("path", sorted(CRDS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_crd_applies_without_warnings(control_plane: ControlPlane, path: Path) -> None:
+    done = kubectl(control_plane, "apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f", str(path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("plural", KINDS)
+def test_a_crd_is_structural_and_its_names_are_taken(kube: client.ApiClient, plural: str) -> None:
+    found = client.ApiextensionsV1Api(kube).read_custom_resource_definition(f"{plural}.{GROUP}")
+    conditions = {c.type: c.status for c in found.status.conditions}
+    assert conditions["Established"] == "True"
+    assert conditions["NamesAccepted"] == "True"
+    assert conditions.get("NonStructuralSchema", "False") == "False"
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("lexp.spec.algorithm.estimator", "rewards normalised within each prompt's group"),
+        ("lexp.spec.suspend", "nothing is lost"),
+        ("lexp.status.progress.percent", "Share of the steps made"),
+        ("leng.spec.capacity.maxRank", "Highest LoRA rank"),
+        ("leng.status.epoch", "The present life of the engine"),
+    ],
+)
+def test_kubectl_explain_teaches(control_plane: ControlPlane, tmp_path: Path, field: str, words: str) -> None:
+    cache = f"--cache-dir={tmp_path}"  # discovery follows a new CRD within seconds, kubectl's cache within minutes
+    wait_until(lambda: kubectl(control_plane, cache, "explain", field).returncode == 0, "discovery")
+    assert words in " ".join(kubectl(control_plane, cache, "explain", field).stdout.split())
+
+
+def test_columns(control_plane: ControlPlane, api: Api, namespace: str) -> None:
+    api.create()
+    api.patch_status({"state": "Running", "engine": {"name": "main"}, "progress": {"step": 3, "reward": "0.5"}})
+    lines = kubectl(control_plane, "-n", namespace, "get", "lexp").stdout.splitlines()
+    assert lines[0].split() == ["NAME", "STATE", "ENGINE", "STEP", "MAX", "REWARD", "AGE"]
+    assert lines[1].split()[:6] == ["one", "Running", "main", "3", "10", "0.5"]
+
+
+def test_defaults_are_written_out(api: Api) -> None:
+    spec = api.create()["spec"]
+    assert spec["lora"] == {"rank": 16, "alpha": 32, "targetModules": ["all-linear"], "seed": 0}
+    assert spec["algorithm"]["learningRate"] == "1e-4"
+    assert spec["algorithm"]["optimizer"]["epsilon"] == "1e-8"
+    assert (spec["backoffLimit"], spec["deletionPolicy"], spec["suspend"]) == (3, "Retain", False)
+
+
+# ------------------------------------------------------------------------------ refusals at creation
+
+VOLUME = {"volume": "sets", "path": "a/b.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engineSelector": {"matchLabels": {"a": "b"}}}, "give exactly one of engineRef and engineSelector"),
+        ({"engineRef": None}, "give exactly one of engineRef and engineSelector"),
+        ({"algorithm": {"learningRate": "abc"}}, "spec.algorithm.learningRate"),
+        ({"algorithm": {"learningRate": "-1"}}, "spec.algorithm.learningRate"),
+        ({"algorithm": {"estimator": "SFT"}}, "estimator SFT goes with loss CrossEntropy and only with it"),
+        ({"algorithm": {"loss": "CrossEntropy"}}, "estimator SFT goes with loss CrossEntropy and only with it"),
+        ({"algorithm": {"groupSize": 1}}, "estimator GRPO compares within a group: set groupSize >= 2"),
+        ({"algorithm": {"estimator": "PPO"}}, 'supported values: "GRPO", "Reinforce", "SFT"'),
+        ({"maxSteps": 0}, "spec.maxSteps"),
+        ({"maxSteps": None}, "spec.maxSteps: Required value"),
+        ({"lora": {"rank": 513}}, "spec.lora.rank"),
+        ({"lora": {"targetModules": []}}, "spec.lora.targetModules"),
+        ({"data": {"builtin": "Generated", "file": VOLUME}}, "give exactly one source of data"),
+        ({"data": {}}, "give exactly one source of data"),
+        ({"data": {"file": VOLUME | {"path": "../x"}}}, "spec.data.file.path"),
+        ({"initFrom": {"file": VOLUME | {"path": "../x"}}}, "spec.initFrom.file.path"),
+        ({"initFrom": {"file": VOLUME | {"path": "a/../x"}}}, "spec.initFrom.file.path"),
+        ({"initFrom": {"file": VOLUME | {"path": "/etc"}}}, "spec.initFrom.file.path"),
+        ({"initFrom": {"file": VOLUME, "optimizer": True}}, "a PEFT directory holds no optimizer state"),
+        ({"initFrom": {}}, "give exactly one source to start from"),
+        ({"initFrom": {"file": VOLUME, "experiment": {"name": "x"}}}, "give exactly one source to start from"),
+        ({"environment": {"name": "Nothing"}}, "spec.environment.name"),
+        ({"sampling": {"temperature": "hot"}}, "spec.sampling.temperature"),
+        ({"engineSelector": {"matchLabels": {}}, "engineRef": None}, "spec.engineSelector.matchLabels"),
+        ({"deletionPolicy": "Forget"}, "spec.deletionPolicy"),
+    ],
+)
+def test_an_experiment_is_refused(api: Api, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ApiException) as error:
+        api.create(**changes)
+    assert words in refusal(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"image": None}, "give an image to run, or the endpoint of an engine that runs already"),
+        ({"endpoint": "http://engine"}, "an endpoint needs tokenSecretRef"),
+        ({"endpoint": "http://engine/path", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
+        ({"endpoint": "file:///etc/passwd", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
+        ({"capacity": {"maxRank": 17}}, "spec.capacity.maxRank"),
+        ({"storage": {"existingClaim": "c", "storageClassName": "s"}}, "storageClassName has no effect"),
+        ({"storage": {"size": "much"}}, "spec.storage.size"),
+        ({"dataVolumes": [{"name": "a", "claimName": "x"}, {"name": "a", "claimName": "y"}]}, "Duplicate value"),
+    ],
+)
+def test_an_engine_is_refused(api: Api, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ApiException) as error:
+        api.create("loraengines", **changes)
+    assert words in refusal(error)
+
+
+def test_an_unknown_field_is_refused(api: Api) -> None:
+    with pytest.raises(ApiException) as error:
+        api.create(sampling={"topP": "0.9"})
+    assert 'unknown field "spec.sampling.topP"' in str(json.loads(error.value.body)["message"])
+
+
+# ------------------------------------------------------------------------------ changes
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lora": {"rank": 8}}, "lora cannot change after creation"),
+        ({"algorithm": {"estimator": "Reinforce"}}, "algorithm.estimator cannot change after creation"),
+        ({"environment": {"arguments": {"families": "shop"}}}, "environment cannot change after creation"),
+        ({"data": {"shuffleSeed": 1}}, "data cannot change after creation"),
+        ({"initFrom": {"experiment": {"name": "x"}}}, "initFrom cannot change after creation"),
+        ({"engineRef": {"name": "other"}}, "engineRef cannot change after creation"),
+        (
+            {"engineRef": None, "engineSelector": {"matchLabels": {"a": "b"}}},
+            "engineRef cannot change after creation",
+        ),
+    ],
+)
+def test_what_cannot_change(api: Api, change: dict[str, Any], words: str) -> None:
+    api.create()
+    with pytest.raises(ApiException) as error:
+        api.patch(change)
+    assert words in refusal(error)
+
+
+def test_init_from_cannot_go(api: Api) -> None:
+    api.create(initFrom={"experiment": {"name": "x"}})
+    with pytest.raises(ApiException) as error:
+        api.patch({"initFrom": None})
+    assert "initFrom cannot change after creation" in refusal(error)
+
+
+def test_what_can_change(api: Api) -> None:
+    api.create()
+    changed = api.patch({"maxSteps": 20, "suspend": True, "algorithm": {"learningRate": "5e-4"}, "backoffLimit": 0})
+    assert changed["metadata"]["generation"] == 2
+
+
+def test_an_engine_stays_what_it_is(api: Api) -> None:
+    api.create("loraengines")
+    with pytest.raises(ApiException) as error:
+        api.patch({"endpoint": "http://engine", "tokenSecretRef": {"name": "t"}}, "loraengines")
+    assert "cannot turn from endpoint to image or back" in refusal(error)
+
+
+def test_a_status_write_is_never_blocked(api: Api) -> None:
+    """Not by a maxSteps below the reached step, nor by anything else that the spec says."""
+    api.create()
+    api.patch_status({"state": "Running", "progress": {"step": 8, "maxSteps": 10}})
+    api.patch({"maxSteps": 3})
+    written = api.patch_status({"state": "Succeeded", "progress": {"step": 9, "percent": 100}})
+    assert written["status"]["progress"]["step"] == 9
+    assert written["metadata"]["generation"] == 2
+
+
+def test_examples_are_valid(control_plane: ControlPlane, namespace: str) -> None:
+    """Every manifest of ours under examples/, checked strictly by the API server."""
+    found = 0
+    for path in sorted((CRDS.parent / "examples").rglob("*.yaml")):
+        documents = [d for d in yaml.safe_load_all(path.read_text()) if d]
+        if not any(d.get("apiVersion") == API_VERSION for d in documents):
+            continue
+        found += 1
+        done = kubectl(
+            control_plane, "-n", namespace, "apply", "--dry-run=server", "--validate=strict", "-f", str(path)
+        )
+        assert done.returncode == 0, f"{path.name}: {done.stderr}"
+    assert found
