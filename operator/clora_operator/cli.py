@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tarfile
 import tempfile
@@ -23,6 +24,7 @@ from clora_operator.cli_watch import watch
 from clora_operator.kube import Kube, KubeError, configuration, default_namespace
 
 METRIC_COLUMNS = ("step", "reward_mean", "loss", "entropy", "kl", "grad_norm", "tokens_per_second", "step_seconds")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][-A-Za-z0-9._]*")
 
 
 class CliError(Exception):
@@ -124,7 +126,7 @@ def extract(stream: Any, folder: Path) -> list[str]:
         try:
             with tarfile.open(fileobj=stream, mode="r|") as tar:
                 for member in tar:
-                    if not member.isfile() or Path(member.name).name != member.name:
+                    if not member.isfile() or not PLAIN_NAME.fullmatch(member.name):
                         raise CliError(f"the engine's answer holds {member.name!r}, which is no plain file name")
                     tar.extract(member, beside, filter="data")
         except tarfile.TarError as error:

@@ -1,4 +1,4 @@
-"""The CRDs on the real API server: they apply without warnings, teach, refuse with a sentence, block no status write."""
+"""The CRDs on the real API server: they apply without warnings, teach, refuse by a sentence, block no status."""
 
 from __future__ import annotations
 

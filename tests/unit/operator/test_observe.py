@@ -1,0 +1,133 @@
+"""What initFrom comes to, which of two engines has an endpoint, how tokens are read, what the cache keeps."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from clora_api.control import InitSource
+from clora_operator.cache import Cache
+from clora_operator.observe import resolve_init
+from clora_operator.observer import decode_token, rival
+from clora_operator.resources import Engine, Experiment, Key
+from tests.unit.operator.factories import condition, engine, experiment, metadata, spec
+
+
+def source(*conditions: dict[str, Any], step: int | None = None) -> Experiment:
+    status: dict[str, Any] = {"conditions": list(conditions), "engine": {"name": "main"}}
+    if step is not None:
+        status["checkpoint"] = {"step": step, "path": "p", "digest": "d"}
+    of = experiment(status=status)
+    return replace(of, meta=replace(of.meta, name="source", uid="source-uid"))
+
+
+SUCCEEDED = condition("Succeeded", "True", "Completed")
+FAILED = condition("Failed", "True", "BackoffLimitExceeded", message="it broke")
+
+
+@pytest.mark.parametrize(
+    ("step", "of", "expected"),
+    [
+        (None, None, "InitFromNotFound"),
+        (None, source(), "WaitingForInit"),
+        (None, source(step=5), "WaitingForInit"),
+        (None, source(SUCCEEDED, step=9), InitSource(uid="source-uid", step=9)),
+        (None, source(FAILED, step=9), "InitFromFailed"),
+        (4, source(step=3), "WaitingForInit"),
+        (4, source(step=4), InitSource(uid="source-uid", step=4)),
+        (4, source(FAILED, step=4), InitSource(uid="source-uid", step=4)),
+        (4, source(FAILED, step=3), "InitFromFailed"),
+        (4, source(SUCCEEDED, step=3), "InitFromFailed"),
+        (0, source(step=0), InitSource(uid="source-uid", step=0)),
+    ],
+)
+def test_init(step: int | None, of: Experiment | None, expected: Any) -> None:
+    named = {"name": "source"} | ({} if step is None else {"step": step})
+    found = resolve_init(experiment(initFrom={"experiment": named}), of)
+    assert found is not None
+    assert (found.source or found.reason) == expected
+
+
+def test_init_is_resolved_once() -> None:
+    kept = experiment(
+        initFrom={"experiment": {"name": "source"}}, status={"initFrom": {"uid": "source-uid", "step": 2}}
+    )
+    for later in (None, source(SUCCEEDED, step=9)):
+        found = resolve_init(kept, later)
+        assert found is not None
+        assert found.source == InitSource(uid="source-uid", step=2)
+
+
+def test_no_init() -> None:
+    assert resolve_init(experiment(), None) is None
+
+
+def at(endpoint: str, name: str, created: str) -> Engine:
+    return engine(
+        name=name,
+        uid=name,
+        meta={"creationTimestamp": f"2026-01-01T{created}Z"},
+        endpoint=endpoint,
+        tokenSecretRef={"name": "t"},
+    )
+
+
+def test_the_older_engine_has_the_endpoint() -> None:
+    old, young = at("http://E:1", "old", "10:00:00"), at("http://e:1", "young", "10:00:01")
+    other = at("http://e:2", "other", "09:00:00")
+    assert rival(young, [young, old, other]) == "old"
+    assert rival(old, [young, old, other]) is None
+    assert rival(engine(image="x"), [young, old]) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "token"),
+    [(b"abc", "abc"), (b"abc\n", "abc"), (b"", None), (b" \n", None), (b"\xff\xfe", None)],
+)
+def test_tokens(data: bytes, token: str | None) -> None:
+    assert decode_token({"data": {"token": base64.b64encode(data).decode()}}, "token") == token
+    assert decode_token(None, "token") is None
+    assert decode_token({"data": {}}, "token") is None
+
+
+def body(version: int, uid: str = "u") -> dict[str, Any]:
+    return {"metadata": metadata("one", uid, resourceVersion=str(version)), "spec": spec()}
+
+
+def version(cache: Cache) -> str | None:
+    known = cache.experiment(Key("experiment", "team", "one"))
+    return known.meta.resource_version if known else None
+
+
+def test_the_cache_keeps_the_newest_version() -> None:
+    cache = Cache()
+    cache.put("experiment", body(10))
+    cache.put("experiment", body(9))
+    assert version(cache) == "10"
+    cache.put("experiment", body(5, uid="made-anew"))
+    assert version(cache) == "5"
+
+
+def test_an_answer_does_not_bring_back_what_is_deleted() -> None:
+    cache = Cache()
+    cache.put("experiment", body(10))
+    cache.remove("experiment", body(11))
+    cache.put_answer("experiment", body(12))
+    assert version(cache) is None
+
+
+def test_a_late_deletion_does_not_remove_a_namesake() -> None:
+    cache = Cache()
+    cache.put("experiment", body(12, uid="made-anew"))
+    cache.remove("experiment", body(11))
+    assert version(cache) == "12"
+
+
+def test_a_list_replaces_what_events_have_missed() -> None:
+    cache = Cache()
+    cache.put("experiment", body(10))
+    assert cache.replace("experiment", []) == {Key("experiment", "team", "one")}
+    assert version(cache) is None

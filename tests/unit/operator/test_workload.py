@@ -1,0 +1,154 @@
+"""LoRAEngine -> manifests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from clora_operator.resources import Engine
+from clora_operator.workload import arguments, digest, manifests, name_problem, overlay, token_secret
+from tests.unit.operator.factories import engine
+
+
+def ours(**fields: Any) -> Engine:
+    return engine(image="clora-engine:test", **fields)
+
+
+def child(of: Engine, kind: str) -> dict[str, Any]:
+    return next(m for m in manifests(of) if m["kind"] == kind)
+
+
+def container(of: Engine) -> dict[str, Any]:
+    found: dict[str, Any] = child(of, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def test_the_command_line_of_the_defaults() -> None:
+    of = ours()
+    assert of.spec is not None
+    assert arguments(of.spec) == [
+        "serve",
+        "--model=small",
+        "--model-name=small",
+        "--storage=/storage",
+        "--host=0.0.0.0",
+        "--port=8080",
+        "--token-file=/run/clora/token/token",
+        "--max-experiments=8",
+        "--max-rank=32",
+        "--sampler-gpus=4",
+        "--tensor-parallel-size=1",
+        "--data-parallel-size=4",
+        "--max-model-len=8192",
+        "--max-num-seqs=256",
+        "--trainer-gpus=1",
+        "--tokens-per-microbatch=16384",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "argument"),
+    [
+        ({"name": "o/m"}, "--model=o/m"),
+        ({"name": "o/m", "claimName": "c"}, "--model=/models"),
+        ({"name": "o/m", "claimName": "c", "path": "a/b"}, "--model=/models/a/b"),
+        ({"name": "o/m", "revision": "r"}, "--revision=r"),
+    ],
+)
+def test_where_the_model_comes_from(model: dict[str, Any], argument: str) -> None:
+    of = engine(image="x")
+    assert of.spec is not None
+    spec = of.spec.model_validate({**of.spec.to_api(), "model": model})
+    assert argument in arguments(spec)
+
+
+def test_every_flag_is_one_of_the_engines() -> None:
+    """The engine's own parser takes what we write; only its argument parser is loaded, no torch."""
+    import argparse
+
+    from clora_engine.config import add_arguments, from_arguments
+
+    of = ours(dataVolumes=[{"name": "sets", "claimName": "c"}], sampler={"kvCacheMemory": "4Gi"})
+    assert of.spec is not None
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    config = from_arguments(parser.parse_args(arguments(of.spec)[1:]))
+    assert str(config.data_volumes["sets"]) == "/data/sets"
+    assert config.kv_cache_bytes == 4 << 30
+
+
+def test_secrets_are_files() -> None:
+    text = json.dumps(manifests(ours(tokenSecretRef={"name": "mine", "key": "k"})))
+    assert '"secretName": "mine"' in text
+    assert "secretKeyRef" not in text
+    assert token_secret(ours()) == ("main-token", "token")
+
+
+def test_gpus_are_limits() -> None:
+    assert container(ours())["resources"] == {"limits": {"nvidia.com/gpu": "5"}}
+    on_cpu = ours(sampler={"gpus": 0}, trainer={"gpus": 0}, resources={"requests": {"cpu": "2"}})
+    assert container(on_cpu)["resources"] == {"requests": {"cpu": "2"}}
+
+
+def test_children_are_owned_but_for_the_claim() -> None:
+    for kind in ("Service", "StatefulSet"):
+        assert child(ours(), kind)["metadata"]["ownerReferences"][0]["uid"] == "engine-uid"
+    assert "ownerReferences" not in child(ours(), "PersistentVolumeClaim")["metadata"]
+    assert "ownerReferences" in child(ours(storage={"whenDeleted": "Delete"}), "PersistentVolumeClaim")["metadata"]
+
+
+def test_an_existing_claim_is_used_and_not_touched() -> None:
+    of = ours(storage={"existingClaim": "theirs"})
+    assert [m["kind"] for m in manifests(of)] == ["Service", "StatefulSet"]
+    volumes = child(of, "StatefulSet")["spec"]["template"]["spec"]["volumes"]
+    assert volumes[0] == {"name": "storage", "persistentVolumeClaim": {"claimName": "theirs"}}
+
+
+def test_the_selector_survives_the_overlay() -> None:
+    template = {"metadata": {"labels": {"clora.dev/engine": "other", "mine": "yes"}}}
+    found = child(ours(podTemplate=template), "StatefulSet")["spec"]
+    assert found["template"]["metadata"]["labels"]["clora.dev/engine"] == "main"
+    assert found["template"]["metadata"]["labels"]["mine"] == "yes"
+    assert found["selector"] == {"matchLabels": {"clora.dev/engine": "main"}}
+
+
+def test_a_digest_tells_a_change() -> None:
+    assert digest(manifests(ours())) == digest(manifests(ours()))
+    assert digest(manifests(ours())) != digest(manifests(ours(storage={"size": "1Gi"})))
+
+
+@pytest.mark.parametrize(
+    ("base", "over", "expected"),
+    [
+        ({"a": 1}, {"b": 2}, {"a": 1, "b": 2}),
+        ({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}}, {"a": {"x": 1, "y": 3}}),
+        ({"a": 1, "b": 2}, {"a": None}, {"b": 2}),
+        ({"l": [1, 2]}, {"l": [3]}, {"l": [3]}),
+        (
+            {"env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}]},
+            {"env": [{"name": "B", "value": "3"}, {"name": "C", "value": "4"}]},
+            {"env": [{"name": "A", "value": "1"}, {"name": "B", "value": "3"}, {"name": "C", "value": "4"}]},
+        ),
+        (
+            {"volumeMounts": [{"name": "v", "mountPath": "/a"}]},
+            {"volumeMounts": [{"name": "v", "mountPath": "/b"}]},
+            {"volumeMounts": [{"name": "v", "mountPath": "/a"}, {"name": "v", "mountPath": "/b"}]},
+        ),
+        ({}, {"tolerations": [{"key": "gpu"}]}, {"tolerations": [{"key": "gpu"}]}),
+        ({"l": [{"name": "a"}]}, {"l": []}, {"l": []}),
+    ],
+)
+def test_overlay(base: dict[str, Any], over: dict[str, Any], expected: dict[str, Any]) -> None:
+    before = json.dumps(base)
+    assert overlay(base, over) == expected
+    assert json.dumps(base) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "fine"),
+    [("qwen-4b", True), ("4b", False), ("a.b", False), ("a" * 50, True), ("a" * 51, False), ("a-", False)],
+)
+def test_names(name: str, fine: bool) -> None:
+    assert (name_problem(engine(name=name, image="x")) == "") == fine
