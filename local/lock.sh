@@ -3,9 +3,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 compile() {
-  uv pip compile --quiet --generate-hashes --no-annotate --no-header --python-version 3.11 \
+  uv pip compile --quiet --generate-hashes --no-annotate --no-header --python-version "${python:-3.11}" \
     --python-platform x86_64-manylinux_2_28 "$@"
 }
 compile pyproject.toml --extra cpu --extra operator --extra demo --extra dev -o requirements/cpu.txt
 compile pyproject.toml --extra operator -o requirements/operator.txt
 echo uv | compile - -o requirements/uv.txt
+# For the images in docker/. What clora's engine needs and vLLM's own image (Python 3.12) lacks or has too new:
+gpu=$(mktemp)
+trap 'rm -f "$gpu"' EXIT
+python=3.12 compile pyproject.toml --extra gpu -o "$gpu"
+printf '%s\n' accelerate peft simpleeval transformers |
+  python=3.12 compile --no-deps --constraint "$gpu" - -o requirements/engine-on-vllm.txt
+compile pyproject.toml --extra cpu --constraint requirements/cpu.txt -o requirements/engine-cpu.txt
+echo hatchling | compile --constraint requirements/cpu.txt - -o requirements/build.txt
