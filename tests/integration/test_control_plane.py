@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from kubernetes import client, config, watch
+
 from local.cache import REPOSITORY, LocalClusterError
 from local.control_plane import COMMANDS, ControlPlane
-
 from tests.cluster_fixtures import writes
 
 pytestmark = pytest.mark.integration

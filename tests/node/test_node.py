@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from kubernetes import client
+
 from local import image
 from local.cache import LocalClusterError
 from local.node import NodeCluster
 from local.tools import tools
-
 from tests.cluster_fixtures import wait_until
 
 pytestmark = pytest.mark.node

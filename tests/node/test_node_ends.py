@@ -12,10 +12,10 @@ from signal import SIGKILL
 
 import pytest
 from kubernetes import client, config
+
 from local import image, node_config
 from local.cache import REPOSITORY
 from local.node import CGROUPS, MACHINE_STATE, NodeCluster, machine_owner
-
 from tests.cluster_fixtures import wait_until
 
 pytestmark = pytest.mark.node

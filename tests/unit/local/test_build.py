@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from local import build
 from local.cache import REPOSITORY, LocalClusterError, exclusive, install_pinned
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from local import components, node_config
 
 LOOPBACK = components.Site(Path("/c"), Path("/bin/kubebox"), "127.0.0.1", "127.0.0.1", 6000)

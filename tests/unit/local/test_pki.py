@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
 from local import pki
 
 CLIENTS = [pki.ADMIN, pki.node_client("node-7")]
