@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import cached_property
 
 from clora_api import FINALIZER
 from clora_api.control import OCCUPYING, DesiredExperiment, ExperimentReport, Phase, RunMode, spec_digest
@@ -43,7 +44,7 @@ def decide_experiment(o: ObservedExperiment, now: datetime, settings: Settings) 
     return experiment_plan(o, course, now, settings)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Case:
     """One decision's inputs, with what several questions need."""
 
@@ -64,6 +65,16 @@ class _Case:
     @property
     def occupying(self) -> bool:
         return self.report is not None and self.report.phase in OCCUPYING
+
+    @cached_property
+    def desired(self) -> DesiredExperiment | None:
+        return _desired(self.o, RunMode.RUN)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of `desired`, whatever its mode; it takes the experiment's data in, so it is made once."""
+        assert self.desired is not None
+        return spec_digest(self.desired)
 
     @property
     def engine_name(self) -> str:
@@ -121,8 +132,8 @@ def _is_it_unacceptable(case: _Case) -> Course | None:
 
 
 def _refused_change(case: _Case) -> Course | None:
-    answer, desired = case.o.memory.answer, _desired(case.o, RunMode.RUN)
-    if answer is None or not answer.invalid or desired is None or answer.digest != spec_digest(desired):
+    answer = case.o.memory.answer
+    if answer is None or not answer.invalid or case.desired is None or answer.digest != case.digest:
         return None
     assert answer.problem is not None
     problem = answer.problem
@@ -143,7 +154,8 @@ def _is_its_engine_silent(case: _Case) -> Course | None:
     if left > 0:
         return Course(requeue_after=left, wants_slot=True)
     trouble = (view.error if view else "") or "no answer yet"
-    message = f"LoRAEngine {case.engine_name} does not answer: {trouble}"
+    how = "is not ready" if view is not None and view.starting else "does not answer"
+    message = f"LoRAEngine {case.engine_name} {how}: {trouble}"
     unknown = Verdict("Unknown", Reason.ENGINE_UNREACHABLE, message)
     return Course(attached=unknown, progressing=unknown, wants_slot=True)
 
@@ -155,8 +167,8 @@ def _is_it_suspended(case: _Case) -> Course | None:
     if report is None or not case.occupying:
         return _waiting(Reason.SUSPENDED, "spec.suspend is true")
     actions: tuple[Action, ...] = ()
-    desired = _desired(case.o, RunMode.SUSPEND)
-    if report.mode is not RunMode.SUSPEND and desired is not None:
+    if report.mode is not RunMode.SUSPEND and case.desired is not None:
+        desired = case.desired.model_copy(update={"mode": RunMode.SUSPEND})
         actions = (PutOnEngine(_engine_key(case.o), desired),)
     status = "True" if report.adapter_loaded else "False"
     message = "finishing the step before the suspension"
@@ -206,15 +218,15 @@ def _how_is_it_attached(case: _Case) -> Course:
     """It has a slot, or may take one."""
     o, report = case.o, case.report
     status = o.experiment.status
-    desired = _desired(o, RunMode.RUN)
     claimed = status.engine is not None and status.engine.name == case.engine_name
     course = _attaching(f"LoRAEngine {case.engine_name} prepares the adapter")
     if not claimed or (o.init is not None and status.init_from is None):
         # Written before the engine is told: an operator that dies in between must not choose another engine.
         return replace(course, claim=True, requeue_after=0.0)
-    if desired is not None and (report is None or _differs(report, desired)):
-        return _put(case, desired, course)
-    assert report is not None
+    if case.desired is not None and (report is None or _differs(case, report, case.desired)):
+        return _put(case, case.desired, course)
+    if report is None:
+        return course
     if report.phase is Phase.RUNNING and report.adapter_loaded:
         message = f"LoRAEngine {case.engine_name} holds the adapter (epoch {report.epoch})"
         return Course(
@@ -247,7 +259,7 @@ def _put(case: _Case, desired: DesiredExperiment, course: Course) -> Course:
     if case.occupying and attached is not None and attached.status == "True":
         course = replace(course, attached=None)
     answer = case.o.memory.answer
-    if answer is None or answer.digest != spec_digest(desired):
+    if answer is None or answer.digest != case.digest:
         return replace(course, actions=(PutOnEngine(_engine_key(case.o), desired),), requeue_after=0.0)
     left = PUT_RETRY_SECONDS - (case.now - answer.at).total_seconds()
     if answer.full and case.o.view is not None and case.o.view.full_until is None:
@@ -261,10 +273,10 @@ def _put(case: _Case, desired: DesiredExperiment, course: Course) -> Course:
     return replace(course, requeue_after=left)
 
 
-def _differs(report: ExperimentReport, desired: DesiredExperiment) -> bool:
+def _differs(case: _Case, report: ExperimentReport, desired: DesiredExperiment) -> bool:
     if report.phase is Phase.DELETING:
         return False
-    told = (report.spec_digest, report.mode) == (spec_digest(desired), desired.mode)
+    told = (report.spec_digest, report.mode) == (case.digest, desired.mode)
     return not told or report.attempt < desired.attempt
 
 

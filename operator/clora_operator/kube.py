@@ -15,6 +15,7 @@ import kubernetes.stream
 import kubernetes.watch
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
+from urllib3.exceptions import HTTPError
 
 from clora_api import GROUP, VERSION
 
@@ -28,7 +29,7 @@ _MERGE = "application/merge-patch+json"
 
 
 class KubeError(Exception):
-    """The API server refused; `status` is the HTTP status, `reason` the server's sentence."""
+    """The API server refused; `status` is the HTTP status (0: it did not answer), `reason` the server's sentence."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"the API server answered {status}: {reason}")
@@ -173,6 +174,8 @@ class Kube:
             answer = call(*arguments, _request_timeout=_TIMEOUT, **options)
         except ApiException as error:
             raise KubeError(error.status or 0, _sentence(error)) from error
+        except HTTPError as error:
+            raise KubeError(0, f"no answer ({type(error).__name__})") from error
         return self._client.sanitize_for_serialization(answer)
 
     def _found(self, call: Callable[..., Any], *arguments: Any) -> dict[str, Any] | None:

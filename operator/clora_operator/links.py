@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 FULL_SECONDS = 5.0  # an engine that said "full" is not asked again for so long, unless something changes
 RECONNECT_SECONDS = (0.5, 1.0, 2.0, 5.0)
-SETTLE_SECONDS = 0.1  # news that come close together are told once
+SETTLE_SECONDS = 0.25  # news that come close together are told once
 
 Clock = Callable[[], datetime]
 

@@ -15,7 +15,7 @@ from clora_api.v1alpha1.conditions import EngineCondition, ExperimentCondition
 from clora_operator import workload
 from clora_operator.cache import Cache
 from clora_operator.kube import Kube
-from clora_operator.links import Links
+from clora_operator.links import EngineView, Links
 from clora_operator.observe import Memory, ObservedEngine, ObservedExperiment, resolve_init
 from clora_operator.placement import Assignment, Claim, Room
 from clora_operator.resources import Engine, Experiment, Key, find_condition
@@ -60,10 +60,8 @@ class Observer:
         )
 
     def _init_source(self, experiment: Experiment) -> Experiment | None:
-        init = experiment.spec.init_from if experiment.spec else None
-        if init is None or init.experiment is None:
-            return None
-        return self._cache.experiment(Key("experiment", experiment.meta.namespace, init.experiment.name))
+        source = starts_from(experiment)
+        return self._cache.experiment(source) if source else None
 
     async def _data(self, experiment: Experiment, memory: Memory) -> tuple[str | None, str]:
         """Contents of data.configMap, and why they are missing. Read once: data cannot change after creation. An engine
@@ -177,7 +175,7 @@ def claims(cache: Cache, links: Links, memories: Mapping[str, Memory]) -> list[C
                 rank=spec.lora.rank if spec else 0,
                 engine=spec.engine_ref.name if spec and spec.engine_ref else None,
                 selector=spec.engine_selector.match_labels if spec and spec.engine_selector else None,
-                pinned=told.name if told else _init_engine(experiment, cache),
+                pinned=_pinned(experiment, view, memory, cache),
                 holds=holds,
                 attached=attached is not None and attached.status != "False",
                 wants=not over and memory is not None and memory.wants_slot,
@@ -186,13 +184,27 @@ def claims(cache: Cache, links: Links, memories: Mapping[str, Memory]) -> list[C
     return found
 
 
-def _init_engine(experiment: Experiment, cache: Cache) -> str | None:
-    """With a selector, the engine that holds the steps which it starts from."""
-    spec = experiment.spec
-    if spec is None or spec.engine_ref is not None or spec.init_from is None or spec.init_from.experiment is None:
+def _pinned(experiment: Experiment, view: EngineView | None, memory: Memory | None, cache: Cache) -> str | None:
+    """The one engine that it can be on: that which was told of it, unless that has plainly refused it and holds none of
+    its steps; for a new one, that which holds the steps it starts from."""
+    told = experiment.status.engine
+    if told is None:
+        source = starts_from(experiment)
+        found = cache.experiment(source) if source else None
+        return found.status.engine.name if found is not None and found.status.engine else None
+    refused = memory is not None and memory.answer is not None and memory.answer.problem is not None
+    unknown_there = view is not None and view.reachable and view.report(experiment.meta.uid) is None
+    if refused and unknown_there and experiment.status.checkpoint is None:
         return None
-    source = cache.experiment(Key("experiment", experiment.meta.namespace, spec.init_from.experiment.name))
-    return source.status.engine.name if source is not None and source.status.engine else None
+    return told.name
+
+
+def starts_from(experiment: Experiment) -> Key | None:
+    """The experiment that initFrom.experiment names."""
+    init = experiment.spec.init_from if experiment.spec else None
+    if init is None or init.experiment is None:
+        return None
+    return Key("experiment", experiment.meta.namespace, init.experiment.name)
 
 
 def decode_token(secret: Mapping[str, Any] | None, key: str) -> str | None:

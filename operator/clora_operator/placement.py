@@ -1,8 +1,9 @@
 """Placement: one pure pass over all engines and experiments that says who belongs where and who has to wait.
 
-Order is age, but who was attached when its engine went down comes back first. An experiment that an engine has been told of stays with that engine, whose storage holds its steps. The
-engine has the last word: when it answers 409 it counts as full for a while. Leaves out priorities and preemption: who
-has a slot keeps it until it has finished, failed or been suspended.
+Order is age, but who was attached when its engine went down comes back first. An experiment that an engine has been
+told of stays with that engine, whose storage holds its steps. The engine has the last word: when it answers 409 it
+counts as full for a while. Leaves out priorities and preemption: who has a slot keeps it until it has finished, failed
+or been suspended.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _assign(claim: Claim, rooms: Mapping[Seat, Room], taken: dict[Seat, int], qu
 
 
 def _candidates(claim: Claim, rooms: Mapping[Seat, Room]) -> list[Room]:
-    wanted = claim.pinned or claim.engine
+    wanted = claim.engine or claim.pinned
     if wanted is not None:
         room = rooms.get((claim.namespace, wanted))
         return [room] if room else []
@@ -123,7 +124,7 @@ def _preference(room: Room, taken: Mapping[Seat, int], queues: Mapping[Seat, int
 
 
 def _not_found(claim: Claim) -> str:
-    if claim.pinned:
+    if claim.pinned and claim.engine in (None, claim.pinned):
         return f"LoRAEngine {claim.pinned}, whose storage holds this experiment's steps, does not exist any more"
     if claim.engine:
         return f"there is no LoRAEngine {claim.engine} in namespace {claim.namespace}"

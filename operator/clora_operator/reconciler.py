@@ -19,10 +19,10 @@ from clora_operator.cache import Cache
 from clora_operator.decide import decide_experiment
 from clora_operator.decide_engine import decide_engine
 from clora_operator.engine_client import EngineError
-from clora_operator.kube import ENGINES, EXPERIMENTS, Kube
+from clora_operator.kube import ENGINES, EXPERIMENTS, Kube, KubeError
 from clora_operator.links import Change, Links
 from clora_operator.observe import Memory
-from clora_operator.observer import EngineMemory, Observer, claims, rooms
+from clora_operator.observer import EngineMemory, Observer, claims, rooms, starts_from
 from clora_operator.placement import Assignment, place
 from clora_operator.resources import Experiment, Key
 from clora_operator.settings import Settings
@@ -57,6 +57,7 @@ class Reconciler:
         """Something about `key` may have changed."""
         if key.kind == "experiment":
             self._woken.add(key)
+            self._woken.update(e.key for e in self.cache.experiments() if starts_from(e) == key)
         else:
             self._queue.add(key)
             for other in self.cache.engines():  # two engines may want one endpoint
@@ -253,4 +254,4 @@ class ReconcileError(Exception):
     """Some actions of a plan failed; the message joins their messages."""
 
 
-_EXPECTED = (ReconcileError, EngineError, OSError)
+_EXPECTED = (ReconcileError, KubeError, EngineError, OSError)

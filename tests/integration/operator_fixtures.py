@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -289,12 +289,18 @@ class Stage:
         return operator
 
 
+@contextmanager
+def staged(control_plane: ControlPlane, kube: client.ApiClient, namespace: str, folder: Path) -> Iterator[Stage]:
+    kubeconfig = restricted_kubeconfig(control_plane, kube, namespace, folder)
+    with ExitStack() as stack:
+        yield Stage(stack, folder, kubeconfig, Cluster(kube, namespace))
+        release(Cluster(kube, namespace))
+
+
 @pytest.fixture
 def stage(control_plane: ControlPlane, kube: client.ApiClient, namespace: str, tmp_path: Path) -> Iterator[Stage]:
-    kubeconfig = restricted_kubeconfig(control_plane, kube, namespace, tmp_path)
-    with ExitStack() as stack:
-        yield Stage(stack, tmp_path, kubeconfig, Cluster(kube, namespace))
-        release(Cluster(kube, namespace))
+    with staged(control_plane, kube, namespace, tmp_path) as made:
+        yield made
 
 
 def release(cluster: Cluster) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from kubernetes import client
+from kubernetes import client, config
 
 from local.control_plane import ControlPlane
 from tests.cluster_fixtures import writes
@@ -18,6 +19,7 @@ from tests.integration.operator_fixtures import (
     Stage,
     condition,
     stage,
+    staged,
     status,
     wait_for,
 )
@@ -211,6 +213,24 @@ def test_the_operator_ends_cleanly(stage: Stage) -> None:
     assert operator.stop() == 0
     assert uid in engine.uids()  # its end is nobody's end
     assert TOKEN not in operator.log.read_text()
+
+
+def test_the_api_server_comes_back(fresh_control_plane: ControlPlane, tmp_path: Path) -> None:
+    """Nothing is lost, nothing happens twice, and the operator needs no restart."""
+    with config.new_client_from_config(str(fresh_control_plane.kubeconfig)) as kube:
+        client.CoreV1Api(kube).create_namespace({"metadata": {"name": "team"}})
+        with staged(fresh_control_plane, kube, "team", tmp_path) as stage:
+            engine = stage.start_engine()
+            operator = stage.start_operator()
+            uid = stage.cluster.experiment("one", max_steps=10, arguments=SLOW)
+            stage.cluster.wait_state("one", "Running")
+            fresh_control_plane.restart("apiserver")
+            done = stage.cluster.wait_state("one", "Succeeded")
+            assert status(done)["progress"]["step"] == 10
+            stage.cluster.experiment("two")
+            stage.cluster.wait_state("two", "Succeeded")
+            assert len(engine.events("attach", uid)) == 1
+            assert operator.stop() == 0
 
 
 def test_the_rate_of_status_writes(stage: Stage, control_plane: ControlPlane) -> None:

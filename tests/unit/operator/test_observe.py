@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from clora_api.control import InitSource
+from clora_api.control import InitSource, Problem
 from clora_operator.cache import Cache
-from clora_operator.observe import resolve_init
-from clora_operator.observer import decode_token, rival
+from clora_operator.links import EngineView
+from clora_operator.observe import Answer, Memory, resolve_init
+from clora_operator.observer import claims, decode_token, rival
 from clora_operator.resources import Engine, Experiment, Key
-from tests.unit.operator.factories import condition, engine, experiment, metadata, spec
+from tests.unit.operator.factories import NOW, UID, ago, condition, engine, experiment, metadata, report, spec, view
 
 
 def source(*conditions: dict[str, Any], step: int | None = None) -> Experiment:
@@ -131,3 +132,47 @@ def test_a_list_replaces_what_events_have_missed() -> None:
     cache.put("experiment", body(10))
     assert cache.replace("experiment", []) == {Key("experiment", "team", "one")}
     assert version(cache) is None
+
+
+# ------------------------------------------------------------------------------ what placement is told
+
+
+def links_with(of: EngineView) -> Any:
+    class OneView:
+        """Links, of which placement reads nothing but views."""
+
+        def view(self, key: Key) -> EngineView:
+            return of
+
+    return OneView()
+
+
+def told(**fields: Any) -> Cache:
+    cache = Cache()
+    status = {"engine": {"name": "main", "epoch": 1}} | fields
+    item = spec(engineRef=None, engineSelector={"matchLabels": {"a": "b"}})
+    cache.put(
+        "experiment",
+        {"metadata": metadata("one", UID), "spec": {k: v for k, v in item.items() if v}, "status": status},
+    )
+    return cache
+
+
+REFUSED = Memory(answer=Answer("d", NOW, problem=Problem(type="capacity-exceeded", title="full", status=409)))
+
+
+@pytest.mark.parametrize(
+    ("cache", "of_view", "memory", "pinned"),
+    [
+        (told(), view(), Memory(), "main"),
+        (told(), view(), REFUSED, None),
+        (told(), view(down_since=ago(1)), REFUSED, "main"),
+        (told(), view(report(experiment())), REFUSED, "main"),
+        (told(checkpoint={"step": 1, "path": "p", "digest": "d"}), view(), REFUSED, "main"),
+    ],
+)
+def test_only_a_plain_refusal_sets_an_experiment_free(
+    cache: Cache, of_view: EngineView, memory: Memory, pinned: str | None
+) -> None:
+    (claim,) = claims(cache, links_with(of_view), {UID: memory})
+    assert claim.pinned == pinned
