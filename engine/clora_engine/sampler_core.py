@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -109,12 +109,11 @@ class SamplerCore:
         """Start vLLM and wait until its processes are ready (seconds to minutes). Raises EngineError if they don't
         come up. While this runs, the process environment holds what vLLM's processes inherit."""
         gauges: list[_Gauges] = []
+        args = engine_args(config, lora_modules)
 
         def build() -> AsyncLLM:
             with _environment(config):
-                return AsyncLLM.from_engine_args(
-                    engine_args(config, lora_modules), stat_loggers=[_Gauges.factory(gauges)]
-                )
+                return AsyncLLM.from_engine_args(args, stat_loggers=[_Gauges.factory(gauges)])
 
         building = asyncio.create_task(asyncio.to_thread(build))
         try:
@@ -123,7 +122,7 @@ class SamplerCore:
             with suppress(Exception):
                 await asyncio.to_thread((await building).shutdown)
             raise
-        except (VLLMClientError, ValueError, TypeError) as error:
+        except (VLLMClientError, ValueError) as error:
             raise UserError(f"vLLM refuses the sampler's configuration: {error}", field="sampler") from error
         except Exception as error:
             raise EngineError(f"vLLM's core did not start: {error}", reason="SamplerUnavailable") from error
@@ -258,6 +257,9 @@ def engine_args(config: SamplerConfig, lora_modules: tuple[str, ...]) -> AsyncEn
     clash = sorted(set(args) & set(config.extra_args))
     if clash:
         raise UserError(f"{', '.join(clash)} is set by the sampler itself", field="sampler.extraArgs")
+    unknown = sorted(set(config.extra_args) - {known.name for known in fields(AsyncEngineArgs)})
+    if unknown:
+        raise UserError(f"vLLM has no argument {', '.join(unknown)}", field="sampler.extraArgs")
     if current_platform.is_cpu():
         # A request seed with a prompt prefilled in pieces crashes vLLM's CPU runner: it rewinds the request's
         # generator by an offset, which CPU generators don't have. Whole prompts need a budget of a whole context.

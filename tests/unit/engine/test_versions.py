@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from clora_engine.errors import CapacityError, EngineError
 from clora_engine.types import Version
@@ -43,7 +52,7 @@ class Versions(RuleBasedStateMachine):
         self.unloading += entries
 
     @rule(target=loading, experiment=EXPERIMENTS)
-    def reserve(self, experiment: str) -> object:
+    def reserve(self, experiment: str) -> MultipleResults[Entry] | Entry:
         full = len(self.table.entries) == 3
         hopeless = full and all(e in self.current.values() for e in self.table.entries)
         if hopeless:
@@ -70,7 +79,7 @@ class Versions(RuleBasedStateMachine):
         assert entry in self.unloading
 
     @rule(target=leases, experiment=EXPERIMENTS)
-    def lease(self, experiment: str) -> object:
+    def lease(self, experiment: str) -> MultipleResults[Entry] | Entry:
         if experiment not in self.current:
             with pytest.raises(EngineError, match="no version"):
                 self.table.lease(experiment)
@@ -86,7 +95,7 @@ class Versions(RuleBasedStateMachine):
         self.free(self.table.release(entry))
 
     @rule(target=requests, entry=leases)
-    def enter(self, entry: Entry) -> object:
+    def enter(self, entry: Entry) -> MultipleResults[Entry] | Entry:
         if entry.state is State.LOST:
             with pytest.raises(EngineError, match="could not be loaded"):
                 self.table.enter(entry)
