@@ -23,6 +23,7 @@ from kubernetes.client.exceptions import ApiException
 
 from clora_api import API_VERSION, GROUP, VERSION
 from local.control_plane import ControlPlane
+from local.node import NodeCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-the-tests"
@@ -247,7 +248,9 @@ def wait_for(check: Callable[[], bool], what: str, seconds: float = SECONDS) -> 
         time.sleep(0.05)
 
 
-def restricted_kubeconfig(control_plane: ControlPlane, kube: client.ApiClient, namespace: str, folder: Path) -> Path:
+def restricted_kubeconfig(
+    control_plane: ControlPlane | NodeCluster, kube: client.ApiClient, namespace: str, folder: Path
+) -> Path:
     """The kubeconfig of a ServiceAccount that has RULES in `namespace` and nothing else."""
     core, rbac = client.CoreV1Api(kube), client.RbacAuthorizationV1Api(kube)
     name = "clora-operator"
@@ -290,7 +293,9 @@ class Stage:
 
 
 @contextmanager
-def staged(control_plane: ControlPlane, kube: client.ApiClient, namespace: str, folder: Path) -> Iterator[Stage]:
+def staged(
+    control_plane: ControlPlane | NodeCluster, kube: client.ApiClient, namespace: str, folder: Path
+) -> Iterator[Stage]:
     kubeconfig = restricted_kubeconfig(control_plane, kube, namespace, folder)
     with ExitStack() as stack:
         yield Stage(stack, folder, kubeconfig, Cluster(kube, namespace))

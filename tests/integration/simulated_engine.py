@@ -318,15 +318,17 @@ def create_app(engine: Engine, token: str) -> FastAPI:
 async def _serve(arguments: argparse.Namespace) -> None:
     engine = Engine(arguments.storage, arguments.max_experiments, arguments.max_rank)
     app = create_app(engine, arguments.token_file.read_text().strip())
-    config = uvicorn.Config(app, host="127.0.0.1", port=arguments.port, log_level="warning")
+    config = uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="warning")
     await uvicorn.Server(config).serve()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--storage", type=Path, required=True)
     parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("--max-experiments", type=int, default=4)
     parser.add_argument("--max-rank", type=int, default=32)
-    asyncio.run(_serve(parser.parse_args()))
+    known, _ = parser.parse_known_args()  # it stands in for `clora-engine serve`, whose other flags it needs not
+    asyncio.run(_serve(known))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -228,7 +230,7 @@ def test_an_engine_chosen_by_labels(stage: Stage) -> None:
     full = stage.start_engine("full", max_experiments=1)
     stage.start_operator()
     cluster = stage.cluster
-    selector = {"engineRef": None, "engineSelector": {"matchLabels": {"pool": "tests"}}}
+    selector: dict[str, Any] = {"engineRef": None, "engineSelector": {"matchLabels": {"pool": "tests"}}}
     cluster.experiment("one", max_steps=ENDLESS, arguments=SLOW, **selector)
     cluster.wait_state("one", "Running")
     free = stage.start_engine("free", max_experiments=1)

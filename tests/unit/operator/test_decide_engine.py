@@ -100,7 +100,7 @@ def test_our_own_engine_is_applied_once() -> None:
     assert isinstance(apply, ApplyWorkload)
     assert [m["kind"] for m in apply.manifests] == ["Service", "PersistentVolumeClaim", "StatefulSet"]
     current = digest(manifests(ours()))
-    applied = {"stateful_set": {"metadata": {"generation": 1}}, "applied": current}
+    applied: dict[str, Any] = {"stateful_set": {"metadata": {"generation": 1}}, "applied": current}
     assert decide(ours(), **applied).actions == (Connect("http://main.team.svc:8080", "secret-token"),)
     assert isinstance(decide(ours(), stateful_set=None, applied=current).actions[0], ApplyWorkload)
     assert isinstance(decide(ours(resources={"limits": {"cpu": "1"}}), **applied).actions[0], ApplyWorkload)

@@ -1,0 +1,91 @@
+"""An engine that clora runs, in a real pod on a real node: volume, token file, probes, addresses, update, port-forward.
+
+What runs in the pod is the simulated engine: pods with the real one are tested elsewhere, this is about the operator.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes import client
+
+from local import image
+from local.node import NodeCluster
+from tests.integration.operator_fixtures import ROOT, condition, staged, status
+
+pytestmark = [pytest.mark.integration, pytest.mark.node]
+
+SLOW = {"stepSeconds": "0.5"}
+
+
+def engine_spec() -> dict[str, Any]:
+    """The host's Python stands in for an image; the rest is what a user would write."""
+    host = image.host_pod()
+    tests = {"name": "tests", "hostPath": {"path": str(ROOT / "tests"), "type": "Directory"}}
+    container = {
+        "name": "engine",
+        "command": [sys.executable, "-m", "tests.integration.simulated_engine"],
+        "workingDir": "/code",
+        "env": [*host["env"], {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"}],
+        "volumeMounts": [*host["volumeMounts"], {"name": "tests", "mountPath": "/code/tests", "readOnly": True}],
+    }
+    return {
+        "model": {"name": "simulated"},
+        "image": image.HOST,
+        "sampler": {"gpus": 0, "dataParallelSize": 1},
+        "trainer": {"gpus": 0},
+        "storage": {"size": "1Gi"},
+        "resources": {"limits": {"memory": "512Mi"}},
+        "podTemplate": {"spec": {"containers": [container], "volumes": [*host["volumes"], tests]}},
+    }
+
+
+def clora(cluster: NodeCluster, namespace: str, *arguments: str) -> str:
+    program = str(Path(sys.executable).with_name("clora"))
+    command = [program, *arguments, "--kubeconfig", str(cluster.kubeconfig), "-n", namespace]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_engine_in_a_pod(
+    node_cluster: NodeCluster, node_kube: client.ApiClient, node_namespace: str, tmp_path: Path
+) -> None:
+    with staged(node_cluster, node_kube, node_namespace, tmp_path) as stage:
+        stage.start_operator(SERVICE_ADDRESSING="ClusterIP")
+        cluster = stage.cluster
+        cluster.create("loraengines", "main", engine_spec())
+        cluster.wait_reason("main", "Ready", "Serving", plural="loraengines")
+        cluster.wait_reason("main", "WorkloadCurrent", "UpToDate", plural="loraengines")
+        cluster.experiment("one", max_steps=40, arguments=SLOW)
+        cluster.wait("one", lambda o: status(o).get("progress", {}).get("step", 0) >= 2, "two steps")
+
+        # an update waits for its pod, and the pod's end costs nothing that is committed
+        cluster.patch("main", {"spec": {"sampler": {"maxNumSeqs": 8}}}, "loraengines")
+        cluster.wait_reason("main", "WorkloadCurrent", "UpdatePending", plural="loraengines")
+        assert condition(cluster.get("one"), "Attached")["status"] == "True"
+        cluster.core.delete_namespaced_pod("main-0", node_namespace, grace_period_seconds=1)
+        cluster.wait_reason("main", "WorkloadCurrent", "UpToDate", plural="loraengines")
+        cluster.wait("one", lambda o: status(o)["engine"]["epoch"] == 2, "the second epoch", seconds=120)
+        done = cluster.wait_state("one", "Succeeded", seconds=120)
+        assert status(done)["progress"]["step"] == 40
+        assert status(done)["restarts"] == 0
+
+        # the command line reaches the engine through a port-forward
+        lines = [json.loads(line) for line in clora(node_cluster, node_namespace, "metrics", "one").splitlines()]
+        assert lines[-1]["step"] == 40
+        clora(node_cluster, node_namespace, "pull", "one", str(tmp_path / "adapter"))
+        assert (tmp_path / "adapter" / "adapter_model.safetensors").read_text() == "40"
+        assert "Succeeded" in clora(node_cluster, node_namespace, "watch", "one", "--until-done")
+
+        cluster.delete("one")
+        cluster.wait_gone("one")
+        cluster.delete("main", "loraengines")
+        cluster.wait_gone("main", plural="loraengines")
+        claim = cluster.core.read_namespaced_persistent_volume_claim("main-storage", node_namespace)
+        assert claim.metadata.deletion_timestamp is None
