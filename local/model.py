@@ -39,7 +39,7 @@ def model() -> Path:
 
 
 def _convert(gguf: Path, into: Path) -> None:
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}  # read at import
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -73,7 +73,8 @@ def build(desired: DesiredExperiment, config: EngineConfig, tokenizer: Any) -> P
     _check_numbers(spec, config)
     factory = environments.create(spec.environment.name, spec.environment.arguments)
     renderer = Renderer(tokenizer, factory.tools)
-    renderer.check_appends()
+    if spec.environment.max_turns > 1:
+        renderer.check_appends()
     supervised = spec.algorithm.estimator is Estimator.SFT
     return Plan(
         spec=spec,

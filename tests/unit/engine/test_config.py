@@ -1,0 +1,75 @@
+"""Flags of `clora-engine serve`, and the control API's token."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from clora_engine.config import EngineConfig, add_arguments, from_arguments, quantity
+from clora_engine.server.auth import TokenFile
+
+
+def parse(*flags: str) -> EngineConfig:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return from_arguments(parser.parse_args(["--model=m", "--storage=/s", "--token-file=/t", *flags]))
+
+
+def test_defaults_are_a_cpu_engine() -> None:
+    config = parse()
+    assert (config.resolved_dtype, config.served_name, config.sampler_slots) == ("float32", "m", 16)
+
+
+def test_gpus_mean_bfloat16() -> None:
+    config = parse("--sampler-gpus=4", "--data-parallel-size=4", "--trainer-gpus=1", "--model-name=x")
+    assert (config.resolved_dtype, config.served_name) == ("bfloat16", "x")
+
+
+def test_parallel_sizes_must_fit_the_gpus() -> None:
+    with pytest.raises(ValueError, match="--sampler-gpus 4 must equal"):
+        parse("--sampler-gpus=4", "--data-parallel-size=2")
+
+
+def test_data_volumes_by_name() -> None:
+    config = parse("--data-volume=a=/x", "--data-volume=b=/y")
+    assert config.data_volumes == {"a": Path("/x"), "b": Path("/y")}
+
+
+@pytest.mark.parametrize("flag", ["--data-volume=a", "--data-volume=a=relative", "--kv-cache-memory=4 GB"])
+def test_bad_flags_end_with_two(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(flag)
+    assert caught.value.code == 2
+    assert flag.split("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "size"), [("4Gi", 4 << 30), ("500M", 500_000_000), ("1.5Ki", 1536), ("7", 7)])
+def test_quantity(text: str, size: int) -> None:
+    assert quantity(text) == size
+
+
+def test_a_rotated_token_takes_effect_and_an_emptied_file_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("one\n")
+    token = TokenFile(path)
+    assert token.accepts("Bearer one")
+    assert token.accepts("bearer one")
+    assert not token.accepts("Bearer two")
+    assert not token.accepts("one")
+    assert not token.accepts(None)
+    path.write_text("two")
+    os.utime(path, ns=(1, 1))
+    assert token.accepts("Bearer two")
+    assert not token.accepts("Bearer one")
+    path.write_text("")
+    os.utime(path, ns=(2, 2))
+    assert token.accepts("Bearer two")
+    assert not token.accepts("Bearer ")
+
+
+def test_no_token_no_engine(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="missing or empty"):
+        TokenFile(tmp_path / "nothing")

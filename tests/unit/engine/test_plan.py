@@ -1,0 +1,108 @@
+"""What only the engine can find wrong with a spec, by field; and learning-rate schedules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clora_api.control import DesiredExperiment
+from clora_engine import plan
+from clora_engine.config import EngineConfig
+from clora_engine.errors import UserError
+from tests.unit.engine.chat_fixtures import CHATML, REWRITING, tiny_tokenizer
+
+
+def config(tmp_path: Path, **changes: Any) -> EngineConfig:
+    values = {"model": "m", "storage": tmp_path, "token_file": tmp_path / "token", "max_rank": 16, "max_model_len": 512}
+    return EngineConfig(**values | changes)
+
+
+def desired(data_text: str | None = None, **spec: Any) -> DesiredExperiment:
+    base = {
+        "engineRef": {"name": "e"},
+        "environment": {"name": "WordProblems", "arguments": {"families": "kitchen"}},
+        "data": {"builtin": "Generated"},
+        "maxSteps": 10,
+    }
+    return DesiredExperiment.model_validate(
+        {"uid": "u", "namespace": "n", "name": "x", "spec": base | spec, "dataText": data_text}
+    )
+
+
+def build(tmp_path: Path, wanted: DesiredExperiment, **changes: Any) -> plan.Plan:
+    return plan.build(wanted, config(tmp_path, **changes), tiny_tokenizer(CHATML))
+
+
+def refused(tmp_path: Path, wanted: DesiredExperiment, **changes: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        build(tmp_path, wanted, **changes)
+    return caught.value
+
+
+def test_warm_up_then_constant(tmp_path: Path) -> None:
+    algorithm = {"learningRate": "1e-3", "optimizer": {"warmupSteps": 4}}
+    made = build(tmp_path, desired(algorithm=algorithm))
+    rates = [made.adam(step).learning_rate for step in (1, 2, 4, 5, 10)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 1e-3, 1e-3, 1e-3])
+
+
+def test_linear_schedule_ends_at_a_tenth(tmp_path: Path) -> None:
+    algorithm = {"learningRate": "1e-3", "optimizer": {"schedule": "Linear"}}
+    made = build(tmp_path, desired(algorithm=algorithm))
+    rates = [made.adam(step).learning_rate for step in (1, 6, 11)]
+    assert rates == pytest.approx([1e-3, 1e-3 * (1 - 0.9 * 0.5), 1e-4])
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({"lora": {"rank": 17}}, "lora.rank"),
+        ({"sampling": {"maxTokens": 512}}, "sampling.maxTokens"),
+        ({"sampling": {"temperature": "0.001"}}, "sampling.temperature"),
+        ({"sampling": {"temperature": "3"}}, "sampling.temperature"),
+        ({"algorithm": {"clipLow": "1.1"}}, "algorithm.clipLow"),
+        ({"algorithm": {"clipHigh": "0.9"}}, "algorithm.clipLow"),
+        ({"algorithm": {"optimizer": {"beta2": "1.0"}}}, "algorithm.optimizer.beta2"),
+        ({"environment": {"name": "WordProblems", "arguments": {"families": "x"}}}, "environment.arguments.families"),
+        ({"environment": {"name": "GSM8K"}}, "data"),
+        ({"data": {"file": {"volume": "d", "path": "x.jsonl"}}}, "data.file.volume"),
+        ({"initFrom": {"file": {"volume": "d", "path": "x"}}}, "initFrom.file.volume"),
+        ({"data": {"configMap": {"name": "c", "key": "k"}}}, "data.configMap"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, spec: dict[str, Any], field: str) -> None:
+    assert refused(tmp_path, desired(**spec)).field == field
+
+
+def test_files_stay_below_their_volume(tmp_path: Path) -> None:
+    volume, secret = tmp_path / "volume", tmp_path / "secret"
+    volume.mkdir()
+    secret.mkdir()
+    (secret / "adapter_config.json").write_text("{}")
+    (secret / "rows.jsonl").write_text("{}\n")
+    (volume / "link").symlink_to(secret)
+    volumes = {"data_volumes": {"v": volume}}
+    adapter = desired(initFrom={"file": {"volume": "v", "path": "link"}})
+    assert refused(tmp_path, adapter, **volumes).field == "initFrom.file.path"
+    rows = desired(environment={"name": "GSM8K"}, data={"file": {"volume": "v", "path": "link/rows.jsonl"}})
+    assert "not within its volume" in str(refused(tmp_path, rows, **volumes))
+
+
+@pytest.mark.parametrize("path", ["../x", "/x", "a/../b", "a//b", ".", "..", "a/.", ""])
+def test_the_schema_refuses_paths_that_leave(path: str) -> None:
+    with pytest.raises(ValueError):
+        desired(initFrom={"file": {"volume": "v", "path": path}})
+
+
+@pytest.mark.parametrize("path", ["x", "a/b.jsonl", ".hidden/x", "..x/y", "a..b"])
+def test_the_schema_takes_paths_that_stay(path: str) -> None:
+    made = desired(initFrom={"file": {"volume": "v", "path": path}})
+    assert made.spec.init_from is not None
+
+
+def test_a_chat_template_that_rewrites_history_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        plan.build(desired(), config(tmp_path), tiny_tokenizer(REWRITING))
+    assert caught.value.field == "environment"
