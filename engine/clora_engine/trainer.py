@@ -37,7 +37,8 @@ class Trainer:
     """Serves one command at a time on one device.
 
     base: the wrapped model. model_name: what exports name as their base model. max_rank: the highest rank accepted.
-    tokens_per_microbatch: positions computed in one pass, padding included. host_limit_bytes: for all adapters.
+    tokens_per_microbatch: positions computed in one pass, padding included; a prompt and a completion of it must fit.
+    host_limit_bytes: for all adapters.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Trainer:
         """
         started = time.perf_counter()
         check_loss(loss)
-        check_rows(rows, vocabulary=self._base.vocabulary, max_positions=self._base.max_positions)
+        self._check(rows)
         if not any(weight for row in rows for completion in row.completions for weight in completion.weights):
             raise UserError("no token of the batch has a weight: there is nothing to train on", field="rows")
         batches = micro_batches(rows, self._tokens_per_microbatch)
@@ -124,28 +125,20 @@ class Trainer:
         slot = self._activate(adapter)
         state.grad_is_zero = False
         try:
-            total, sums, tokens, trained = 0.0, defaultdict[str, float](float), 0, 0
-            for batch in batches:
-                done = self._backward(batch, rows, loss)
-                if done is not None:
-                    values, count = done
-                    for name, value in values.items():
-                        sums[name] += value
-                    trained += count
-                    tokens += batch.tokens
-            total = sums.pop("loss")
-        except BaseException as error:
+            sums, trained, tokens = self._accumulate(batches, rows, loss)
+        except torch.OutOfMemoryError as error:
             self._restore_gradient(state, slot, before)
-            if isinstance(error, torch.OutOfMemoryError):
-                raise CapacityError(
-                    f"the device's memory does not hold {max(batch.tokens for batch in batches)} tokens at once; lower "
-                    "trainer.tokensPerMicroBatch or the lengths of prompts and completions",
-                    reason="TrainerOutOfMemory",
-                ) from error
+            raise CapacityError(
+                f"the device's memory does not hold {max(batch.tokens for batch in batches)} tokens at once; lower "
+                "trainer.tokensPerMicroBatch or the lengths of prompts and completions",
+                reason="TrainerOutOfMemory",
+            ) from error
+        except BaseException:
+            self._restore_gradient(state, slot, before)
             raise
         slot.dirty.add(GRAD)
         return ForwardBackwardResult(
-            loss=total,
+            loss=sums.pop("loss"),
             metrics={name: value / trained for name, value in sums.items()},
             tokens=tokens,
             seconds=time.perf_counter() - started,
@@ -154,7 +147,7 @@ class Trainer:
     def forward(self, adapter: str, rows: Sequence[Row], *, temperature: float = 1.0) -> list[list[list[float]]]:
         """Log-probs of every completion token, nats: row -> completion -> token. Weights play no part."""
         check_loss(Loss(name="CrossEntropy", denominator=1.0, temperature=temperature))
-        check_rows(rows, vocabulary=self._base.vocabulary, max_positions=self._base.max_positions)
+        self._check(rows)
         result: list[list[list[float]]] = [[[] for _ in row.completions] for row in rows]
         self._activate(adapter)
         with torch.no_grad():
@@ -190,6 +183,26 @@ class Trainer:
         return OptimResult(step=state.step, grad_norm=norm, skipped=not finite, seconds=time.perf_counter() - started)
 
     # ------------------------------------------------------------------------------------- inside
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        # A sequence longer than a micro-batch would need memory that nobody planned for, and on a CPU running out of
+        # memory ends the process for every tenant.
+        limit = min(self._base.max_positions, self._tokens_per_microbatch)
+        check_rows(rows, vocabulary=self._base.vocabulary, max_positions=limit)
+
+    def _accumulate(
+        self, batches: list[MicroBatch], rows: Sequence[Row], loss: Loss
+    ) -> tuple[dict[str, float], int, int]:
+        """Backward through every micro-batch: sums of the loss and the metrics, tokens trained, positions computed."""
+        sums, trained, tokens = defaultdict[str, float](float), 0, 0
+        for batch in batches:
+            done = self._backward(batch, rows, loss)
+            if done is not None:
+                for name, value in done[0].items():
+                    sums[name] += value
+                trained += done[1]
+                tokens += batch.tokens
+        return sums, trained, tokens
 
     def _backward(self, batch: MicroBatch, rows: Sequence[Row], loss: Loss) -> tuple[dict[str, float], int] | None:
         """One pass: the loss's and the metrics' sums over the batch's trained tokens, and how many these are."""
@@ -235,7 +248,7 @@ class Trainer:
         return self._layout(match_targets(config.target_modules, self._base.modules), rank_bucket(config.rank))
 
     def _layout(self, modules: tuple[ModuleShape, ...], bucket: int) -> Layout:
-        # One object per layout: a slot keeps its views by layout, and hashing hundreds of modules once is enough.
+        # One object per layout, so that its placements are worked out once.
         return self._layouts.setdefault((modules, bucket), Layout(modules, bucket))
 
     def _check_same(self, found: LoraConfig, wanted: LoraConfig) -> None:

@@ -88,7 +88,9 @@ def load_base(path: str, *, dtype: str, device: torch.device) -> BaseModel:
     Raises UserError when there is no such checkpoint, or it is of a kind that cannot be trained here.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     if not Path(path, "config.json").is_file():
         raise UserError(f"{path} holds no config.json: not a checkpoint directory", field="model")
     if dtype not in DTYPES:

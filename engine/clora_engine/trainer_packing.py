@@ -179,8 +179,8 @@ def trained_selection(batch: MicroBatch, rows: Sequence[Row]) -> TrainedSelectio
 
 
 def check_rows(rows: Sequence[Row], *, vocabulary: int, max_positions: int) -> None:
-    """Raises UserError for rows the base model cannot take. A bad token id must never reach a GPU, where it would end
-    the process for every tenant."""
+    """Raises UserError for rows that the trainer cannot take. A bad token id must never reach a GPU, where it would end
+    the process for every tenant. `max_positions` bounds a prompt and one of its completions together."""
     for r, row in enumerate(rows):
         where = f"rows[{r}]"
         if not row.prompt:
@@ -192,7 +192,7 @@ def check_rows(rows: Sequence[Row], *, vocabulary: int, max_positions: int) -> N
             length = len(row.prompt) + len(completion.ids)
             if length > max_positions:
                 raise UserError(
-                    f"{where}.prompt and {name} have {length} tokens; the base model takes {max_positions}", field=name
+                    f"{where}.prompt and {name} have {length} tokens; the trainer takes {max_positions}", field=name
                 )
             _check_values(completion, name)
 

@@ -16,7 +16,7 @@ from tests.numerics.tiny import batch, plain, tiny_trainer, trained_tokens
 LOSSES = ["CrossEntropy", "ImportanceSampling", "PPO", "CISPO", "DRO"]
 
 
-def started(budget: int, family: str = "qwen3") -> Trainer:
+def started(*, family: str = "qwen3", budget: int = 4096) -> Trainer:
     """A trainer with one adapter that no longer equals the base model."""
     trainer = tiny_trainer(family, budget=budget)
     trainer.create("a", LoraConfig(rank=8, alpha=16, seed=5))
@@ -34,22 +34,28 @@ def gradient(trainer: Trainer) -> Tensor:
 def test_packed_rows_equal_plain_rows(family: str, loss_name: Any) -> None:
     rows = batch(4, rows=6, completions=4)
     loss = Loss(name=loss_name, denominator=trained_tokens(rows), temperature=0.8)
-    packed, alone = started(4096, family), started(1, family)  # a budget of 1: one completion at a time
-    a = packed.forward_backward("a", rows, loss)
-    b = alone.forward_backward("a", plain(rows), loss)
-    assert a.tokens < b.tokens
-    assert a.loss == pytest.approx(b.loss, rel=1e-5)
-    assert a.metrics == pytest.approx(b.metrics, rel=1e-4, abs=1e-6)
+    packed, alone = started(family=family), started(family=family)
+    ours = packed.forward_backward("a", rows, loss)
+    singles = [[row] for row in plain(rows)]
+    theirs = [alone.forward_backward("a", single, loss) for single in singles]
+    assert ours.loss == pytest.approx(sum(each.loss for each in theirs), rel=1e-5)
+    assert ours.tokens < sum(each.tokens for each in theirs)
+    for name, value in ours.metrics.items():
+        total = sum(each.metrics[name] * trained_tokens(single) for each, single in zip(theirs, singles, strict=True))
+        assert value == pytest.approx(total / trained_tokens(rows), rel=1e-4, abs=1e-6)
     difference = (gradient(packed) - gradient(alone)).norm() / gradient(alone).norm()
     assert difference < 1e-5
 
 
 def test_log_probs_do_not_depend_on_packing() -> None:
     rows = batch(5, rows=5, completions=4)
-    packed = started(4096).forward("a", rows, temperature=1.3)
-    alone = started(1).forward("a", plain(rows), temperature=1.3)
-    flat = [one for row in packed for one in row]
-    for ours, theirs in zip(flat, (row[0] for row in alone), strict=True):
+    trainer = started()
+    packed = trainer.forward("a", rows, temperature=1.3)
+    cut = started(budget=40).forward("a", rows, temperature=1.3)
+    alone = [trainer.forward("a", [row], temperature=1.3)[0][0] for row in plain(rows)]
+    for ours, theirs in zip((one for row in packed for one in row), alone, strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=1e-5)
+    for ours, theirs in zip((one for row in cut for one in row), alone, strict=True):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=1e-5)
 
 
@@ -64,18 +70,19 @@ def test_twins_of_different_sign_are_merged_exactly_for_ppo() -> None:
     ]
     rows = [Row(prompt=row.prompt, completions=twins)]
     loss = Loss(name="PPO", denominator=float(length))
-    merged, alone = started(4096), started(1)
-    a, b = merged.forward_backward("a", rows, loss), alone.forward_backward("a", plain(rows), loss)
-    assert a.tokens == len(row.prompt) + length
+    merged, alone = started(), started()
+    ours = merged.forward_backward("a", rows, loss)
+    theirs = [alone.forward_backward("a", [single], loss) for single in plain(rows)]
+    assert ours.tokens == len(row.prompt) + length
     assert gradient(alone).norm() > 0.01
     assert (gradient(merged) - gradient(alone)).norm() / gradient(alone).norm() < 1e-5
-    assert a.loss == pytest.approx(b.loss, rel=1e-5)
+    assert ours.loss == pytest.approx(sum(each.loss for each in theirs), rel=1e-5)
 
 
 def test_gradients_accumulate_over_calls() -> None:
     rows = batch(7, rows=6)
     loss = Loss(name="PPO", denominator=trained_tokens(rows))
-    once, thrice = started(4096), started(4096)
+    once, thrice = started(), started()
     whole = once.forward_backward("a", rows, loss)
     parts = [thrice.forward_backward("a", rows[i : i + 2], loss) for i in (0, 2, 4)]
     assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,12 @@ TENANTS = {
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One thread, or as many as a test asks for; the number is part of what bit-for-bit promises are about."""
+    before, wanted = torch.get_num_threads(), getattr(request, "param", 1)
+    torch.set_num_threads(wanted)
+    yield wanted
+    torch.set_num_threads(before)
 
 
 def half_step(trainer: Trainer, name: str, step: int, half: int) -> None:
@@ -50,7 +55,9 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-def test_eight_tenants_in_turn_equal_each_alone_bit_for_bit() -> None:
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+def test_eight_tenants_in_turn_equal_each_alone_bit_for_bit(threads: int) -> None:
+    assert torch.get_num_threads() == threads
     together = tiny_trainer()
     for name, config in TENANTS.items():
         together.create(name, config)

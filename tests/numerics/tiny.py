@@ -41,8 +41,8 @@ def tiny_model(family: str = "qwen3", *, dtype: torch.dtype = torch.float32) -> 
 def tiny_trainer(family: str = "qwen3", *, budget: int = 256, **settings: Any) -> Trainer:
     """A trainer over a fresh tiny model."""
     options: dict[str, Any] = {"model_name": "clora/tiny", "max_rank": 32, "host_limit_bytes": 1 << 28} | settings
-    dtype = options.pop("dtype", torch.float32)
-    return Trainer(BaseModel.wrap(tiny_model(family, dtype=dtype)), tokens_per_microbatch=budget, **options)
+    model = tiny_model(family, dtype=options.pop("dtype", torch.float32)).to(options.pop("device", "cpu"))
+    return Trainer(BaseModel.wrap(model), tokens_per_microbatch=budget, **options)
 
 
 def completion(rng: random.Random, length: int, *, masked: float = 0.2) -> Completion:

@@ -97,7 +97,7 @@ NAN = float("nan")
         (Row(prompt=[], completions=[]), r"rows\[0\].prompt is empty"),
         (Row(prompt=[10], completions=[]), "outside the vocabulary of 10"),
         (Row(prompt=[1], completions=[completion([-1])]), r"completions\[0\].ids has a token id outside"),
-        (Row(prompt=[1] * 5, completions=[completion([1] * 4)]), "have 9 tokens; the base model takes 8"),
+        (Row(prompt=[1] * 5, completions=[completion([1] * 4)]), "have 9 tokens; the trainer takes 8"),
         (Row(prompt=[1], completions=[completion([1, 2], [1.0])]), "weights has 1 values for 2 tokens"),
         (Row(prompt=[1], completions=[completion([1], [NAN])]), "weights is not finite"),
         (
