@@ -321,7 +321,8 @@ def _prepare_root(root: Path) -> None:
     """Make the versions root, private to this user, and empty it of an earlier engine's versions."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+    permissions = found.st_mode & 0o777  # a pod's fsGroup adds setgid, which lets nobody in
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or permissions != 0o700:
         raise EngineError(f"the versions root {root} must be a directory of this user with mode 0700")
     _empty_root(root)
 
