@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -42,18 +43,19 @@ log = logging.getLogger(__name__)
 Clock = Callable[[], datetime]
 
 
+@dataclass(slots=True)
 class Outcome:
-    """What became of a plan. answer: of a PUT; released: a DELETE was answered by 404; applied: digest of the manifests
-    that the API server took, or why it refused them."""
+    """What became of a plan. answer: of a PUT; released: the engine knows the experiment no longer; applied: digest of
+    the manifests that the API server took, apply_error: why it refused them (None: there was nothing to apply);
+    conflict: somebody else wrote first."""
 
-    def __init__(self) -> None:
-        self.answer: Answer | None = None
-        self.released = False
-        self.applied: str | None = None
-        self.apply_error: str | None = None
-        self.written = False
-        self.conflict = False
-        self.errors: list[Exception] = []
+    answer: Answer | None = None
+    released: bool = False
+    applied: str | None = None
+    apply_error: str | None = None
+    written: bool = False
+    conflict: bool = False
+    errors: list[Exception] = field(default_factory=list)
 
 
 class Actor:

@@ -16,10 +16,11 @@ from clora_api.control import OCCUPYING, DesiredExperiment, ExperimentReport, Ph
 from clora_api.v1alpha1.conditions import ExperimentCondition, Reason
 from clora_api.v1alpha1.experiment import ExperimentSpec
 from clora_operator.decide_release import decide_release
+from clora_operator.desired import desired_experiment, engine_key
 from clora_operator.experiment_status import Course, End, experiment_plan
 from clora_operator.observe import ObservedExperiment
 from clora_operator.plan import Action, AddFinalizer, DeleteOnEngine, Plan, PutOnEngine
-from clora_operator.resources import Key, find_condition, from_rfc3339
+from clora_operator.resources import find_condition, from_rfc3339
 from clora_operator.settings import Settings
 from clora_operator.status import Verdict
 
@@ -68,7 +69,7 @@ class _Case:
 
     @cached_property
     def desired(self) -> DesiredExperiment | None:
-        return _desired(self.o, RunMode.RUN)
+        return desired_experiment(self.o)
 
     @cached_property
     def digest(self) -> str:
@@ -166,14 +167,16 @@ def _is_it_suspended(case: _Case) -> Course | None:
     report = case.report
     if report is None or not case.occupying:
         return _waiting(Reason.SUSPENDED, "spec.suspend is true")
+    if case.desired is None:
+        gone = Verdict("False", Reason.DATA_NOT_FOUND, f"{case.o.data_missing}: the engine cannot be told to suspend")
+        return Course(accepted=gone, requeue_after=LOOK_AGAIN_SECONDS)
     actions: tuple[Action, ...] = ()
-    if report.mode is not RunMode.SUSPEND and case.desired is not None:
+    if report.mode is not RunMode.SUSPEND:
         desired = case.desired.model_copy(update={"mode": RunMode.SUSPEND})
-        actions = (PutOnEngine(_engine_key(case.o), desired),)
-    status = "True" if report.adapter_loaded else "False"
+        actions = (PutOnEngine(engine_key(case.o), desired),)
     message = "finishing the step before the suspension"
     return Course(
-        attached=Verdict("True" if status == "True" else "False", Reason.SUSPENDING, message),
+        attached=Verdict("True" if report.adapter_loaded else "False", Reason.SUSPENDING, message),
         progressing=Verdict("False", Reason.SUSPENDING, message),
         actions=actions,
         requeue_after=PUT_RETRY_SECONDS,
@@ -260,12 +263,12 @@ def _put(case: _Case, desired: DesiredExperiment, course: Course) -> Course:
         course = replace(course, attached=None)
     answer = case.o.memory.answer
     if answer is None or answer.digest != case.digest:
-        return replace(course, actions=(PutOnEngine(_engine_key(case.o), desired),), requeue_after=0.0)
+        return replace(course, actions=(PutOnEngine(engine_key(case.o), desired),), requeue_after=0.0)
     left = PUT_RETRY_SECONDS - (case.now - answer.at).total_seconds()
     if answer.full and case.o.view is not None and case.o.view.full_until is None:
         left = 0.0  # a slot has become free since
     if not answer.trouble or left <= 0:
-        return replace(course, actions=(PutOnEngine(_engine_key(case.o), desired),), requeue_after=0.0)
+        return replace(course, actions=(PutOnEngine(engine_key(case.o), desired),), requeue_after=0.0)
     if course.attached is not None and answer.full:
         course = replace(_waiting(Reason.QUEUED, answer.trouble), wants_slot=True)
     elif course.attached is not None:
@@ -285,37 +288,11 @@ def _after_the_end(o: ObservedExperiment) -> Plan:
     report = o.report
     if report is None or report.phase not in (Phase.PREPARING, Phase.RUNNING) or report.mode is RunMode.SUSPEND:
         return Plan()
-    desired = _desired(o, RunMode.SUSPEND)
-    stop: Action = DeleteOnEngine(_engine_key(o), o.experiment.meta.uid, "Retain")
+    desired = desired_experiment(o, RunMode.SUSPEND)
+    stop: Action = DeleteOnEngine(engine_key(o), o.experiment.meta.uid, "Retain")
     if desired is not None:
-        stop = PutOnEngine(_engine_key(o), desired)
+        stop = PutOnEngine(engine_key(o), desired)
     return Plan(actions=(stop,), requeue_after=PUT_RETRY_SECONDS)
-
-
-def _desired(o: ObservedExperiment, mode: RunMode) -> DesiredExperiment | None:
-    """None while its data or its starting weights are not known."""
-    experiment = o.experiment
-    if experiment.spec is None or o.data_missing or (o.init is not None and o.init.source is None):
-        return None
-    return DesiredExperiment(
-        uid=experiment.meta.uid,
-        namespace=experiment.meta.namespace,
-        name=experiment.meta.name,
-        generation=experiment.meta.generation,
-        spec=experiment.spec,
-        mode=mode,
-        attempt=experiment.status.restarts,
-        init_source=o.init.source if o.init else None,
-        data_text=o.data_text,
-    )
-
-
-def _engine_key(o: ObservedExperiment) -> Key:
-    name = o.assignment.engine if o.assignment else None
-    if name is None:
-        assert o.experiment.status.engine is not None
-        name = o.experiment.status.engine.name
-    return Key("engine", o.experiment.meta.namespace, name)
 
 
 def _deadline(case: _Case) -> datetime | None:

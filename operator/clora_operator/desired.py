@@ -1,0 +1,35 @@
+"""What an engine is told of an experiment, and which engine. Pure."""
+
+from __future__ import annotations
+
+from clora_api.control import DesiredExperiment, RunMode
+from clora_operator.observe import ObservedExperiment
+from clora_operator.resources import Key
+
+
+def desired_experiment(o: ObservedExperiment, mode: RunMode = RunMode.RUN) -> DesiredExperiment | None:
+    """None while its data or its starting weights are not known."""
+    experiment = o.experiment
+    if experiment.spec is None or o.data_missing or (o.init is not None and o.init.source is None):
+        return None
+    return DesiredExperiment(
+        uid=experiment.meta.uid,
+        namespace=experiment.meta.namespace,
+        name=experiment.meta.name,
+        generation=experiment.meta.generation,
+        spec=experiment.spec,
+        mode=mode,
+        attempt=experiment.status.restarts,
+        init_source=o.init.source if o.init else None,
+        data_text=o.data_text,
+    )
+
+
+def engine_key(o: ObservedExperiment) -> Key:
+    """The engine that placement has assigned; where it no longer assigns (the experiment has ended), that which was
+    told of it."""
+    name = o.assignment.engine if o.assignment else None
+    if name is None:
+        assert o.experiment.status.engine is not None
+        name = o.experiment.status.engine.name
+    return Key("engine", o.experiment.meta.namespace, name)
