@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from kubernetes import client, config
+from kubernetes.client.exceptions import ServiceException
 
 from local.control_plane import ControlPlane
 from local.crds import install_crds
@@ -101,9 +102,17 @@ def node_namespace(node_kube: client.ApiClient) -> Iterator[str]:
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Polls, for what no watch tells; fails the test once the time is over."""
+    """Polls, for what no watch tells; fails the test once the time is over. An API server too busy to answer is asked
+    again."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not _holds(condition):
         if time.monotonic() > deadline:
             pytest.fail(f"waited {seconds:.0f} s in vain for {what}")
         time.sleep(0.1)
+
+
+def _holds(condition: Callable[[], bool]) -> bool:
+    try:
+        return condition()
+    except ServiceException:  # 5xx
+        return False
