@@ -180,6 +180,8 @@ class Experiment:
         else:
             await trainer.load(uid, commit.folder, optimizer=True, config=plan.lora)
             self._step, self._position, self._commit = commit.manifest.step, commit.manifest.position, commit
+            self._values = await asyncio.to_thread(self._journal.last_metrics)
+            self._reward, self._pace = self._values.get("reward_mean"), self._values.get("step_seconds")
             await self._training.publish(self._step)
         self._published_step, self._loaded = self._step, True
         if self.phase is Phase.PREPARING:

@@ -130,6 +130,11 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
+    def last_metrics(self) -> dict[str, Any]:
+        """The last line, empty if there is none."""
+        lines = self._metrics.read_bytes().splitlines() if self._metrics.exists() else []
+        return dict(json.loads(lines[-1])) if lines else {}
+
     def commit(self, step: int, position: int, now: float) -> Commit:
         """Commits what lies in step_folder(step) and all metrics so far.
 

@@ -34,6 +34,8 @@ def test_kill_of_the_engine_resumes_bit_for_bit(own_engine: EngineProcess, tmp_p
     assert not any(Path(f"/proc/{pid}").exists() for pid in orphans)
     own_engine.put(sft, sft_spec(maxSteps=12))
     own_engine.put(rl, rl_spec(maxSteps=12))
+    back = own_engine.wait(rl, lambda r: r.phase is Phase.RUNNING)
+    assert back.progress.reward is not None
     for uid in (sft, rl):
         assert own_engine.finish(uid).epoch == 2
         assert [line["step"] for line in own_engine.metrics(uid)] == list(range(13))
