@@ -201,7 +201,7 @@ def _engine_command(folder: Path, storage: Path, token: Path, port: int) -> list
         "max-model-len": 1024,
         "max-num-seqs": 128,
         "kv-cache-memory": "1Gi",
-        "tokens-per-microbatch": 3000,
+        "tokens-per-microbatch": 2048,
     }
     return [str(BIN / "clora-engine"), "serve", *(f"--{name}={value}" for name, value in flags.items())]
 
