@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from itertools import count
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -310,8 +311,9 @@ def _output(final: RequestOutput) -> Output:
     completion = final.outputs[0]
     ids = tuple(completion.token_ids)
     assert completion.logprobs is not None
-    assert len(completion.logprobs) == len(ids)
     logprobs = tuple(at[token].logprob for token, at in zip(ids, completion.logprobs, strict=True))
+    if not all(map(isfinite, logprobs)):
+        raise EngineError("log-probs are not finite: the adapter has diverged", reason="AdapterDiverged")
     return Output(
         Sample(ids, logprobs, truncated=completion.finish_reason == "length"),
         prompt_tokens=len(final.prompt_token_ids or ()),

@@ -37,7 +37,7 @@ class CoreSupervisor:
         """Start the first core, which must also pass `first`. What that raises, or the start, goes to the caller."""
         self._lora_modules = base.suffixes
         core = await self._start_core(first)
-        self._task = asyncio.create_task(self._supervise(core), name="sampler-supervisor")
+        self._task = asyncio.create_task(self._run(core), name="sampler-supervisor")
 
     async def close(self) -> None:
         """End the core; whoever waits for one gets EngineError (SamplerClosed)."""
@@ -86,6 +86,13 @@ class CoreSupervisor:
         self.generation += 1
         self.notify()
         return core
+
+    async def _run(self, core: SamplerCore) -> None:
+        try:
+            await self._supervise(core)
+        except Exception as error:  # a bug: better the end than requests that wait for ever
+            logger.exception("the sampler's supervisor failed")
+            self._end(EngineError(f"the sampler's supervisor failed: {error}", reason="SamplerUnavailable"))
 
     async def _supervise(self, core: SamplerCore) -> None:
         """Give up after `start_attempts` cores in a row that did not come up, or died before they finished a sample."""

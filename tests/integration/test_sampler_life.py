@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from clora_engine.errors import EngineError, SamplerRestarted, UserError
@@ -75,10 +75,24 @@ async def test_a_killed_core_comes_back_with_all_live_versions(model: Path, tmp_
     assert core_processes() == []
 
 
+@pytest.mark.slow
+async def test_every_data_parallel_rank_gets_every_version(model: Path, tmp_path: Path) -> None:
+    judge = Judge(model)
+    async with running_sampler(sampler_config(model, tmp_path / "root", data_parallel_size=2)) as sampler:
+        directory = await publish(sampler, Version("e", 0), seed=1)
+        leases = [sampler.lease("e") for _ in range(4)]
+        assert {lease.rank for lease in leases} == {0, 1}
+        answers = await asyncio.gather(*(sampler.sample(lease, PROMPT, 2, GREEDY) for lease in leases))
+        assert {s.ids for answer in answers for s in answer} == set(judge.greedy(directory, [PROMPT], 12))
+        base = await sampler.sample(None, PROMPT, 2, GREEDY)
+        assert {s.ids for s in base} == set(judge.greedy(None, [PROMPT], 12))
+
+
 async def test_a_core_that_does_not_come_back_is_given_up(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "model")
     async with running_sampler(sampler_config(copy, tmp_path / "root", start_attempts=1)) as sampler:
         await publish(sampler, Version("e", 0), seed=1)
+        next_version = write_adapter(sampler.new_directory(), copy, seed=2)
         shutil.rmtree(copy)
         kill_core()
         await until(lambda: not sampler.stats().up)
@@ -86,7 +100,7 @@ async def test_a_core_that_does_not_come_back_is_given_up(model: Path, tmp_path:
             await sampler.sample(None, PROMPT, 1, GREEDY)
         assert caught.value.reason == "SamplerUnavailable"
         with pytest.raises(EngineError, match="gives up"):
-            await publish(sampler, Version("e", 1), seed=2)
+            await sampler.publish(Version("e", 1), next_version)
     with pytest.raises(EngineError, match="gives up"):
         await sampler.sample(None, PROMPT, 1, GREEDY)
     assert core_processes() == []

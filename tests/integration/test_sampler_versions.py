@@ -222,6 +222,34 @@ async def test_what_vllm_itself_refuses_leaves_the_core_alive(sampler: Sampler, 
     assert [sample.ids] == Judge(model).greedy(None, [PROMPT], GREEDY.max_tokens)
 
 
+async def test_an_adapter_that_overflows_fails_alone(sampler: Sampler, model: Path) -> None:
+    """Past clora's own check, which refuses such weights: the rows beside it in the batch must not notice."""
+    good = await publish(sampler, Version("e", 0), seed=1)
+    bad = write_adapter(sampler.new_directory(), model, seed=2)
+    tensors = load_file(bad / WEIGHTS_FILE)
+    save_file({name: tensor.fill_(1e37) for name, tensor in tensors.items()}, bad / WEIGHTS_FILE)
+    core = await sampler._supervisor.running()
+    mad = Adapter("mad#78", 78, bad)
+    await core.load(mad)
+    try:
+        with sampler.lease("e") as lease:
+            lost, kept, base = await asyncio.gather(
+                core.generate(PROMPT, LONG, mad, rank=0, seed=None),
+                sampler.sample(lease, PROMPT, 4, LONG),
+                sampler.sample(None, PROMPT, 4, LONG),
+                return_exceptions=True,
+            )
+    finally:
+        await core.unload(78)
+        shutil.rmtree(bad)
+    judge = Judge(model)
+    assert isinstance(lost, EngineError)
+    assert lost.reason == "AdapterDiverged"
+    for path, samples in ((good, kept), (None, base)):
+        assert not isinstance(samples, BaseException)
+        assert [sample.ids for sample in samples] == judge.greedy(path, [PROMPT], LONG.max_tokens) * 4
+
+
 async def test_a_directory_outside_the_root_is_not_touched(sampler: Sampler, model: Path, tmp_path: Path) -> None:
     outside = write_adapter(tmp_path / "a", model, seed=1)
     with pytest.raises(EngineError, match="versions root"):
