@@ -34,11 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"clora-operator: {error}", file=sys.stderr)
         return 2
-    for noisy in ("httpx", "httpcore", "kubernetes", "kopf.objects", "kopf.activities"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for noisy in ("httpx", "httpcore", "kubernetes", "urllib3.connectionpool", "kopf.objects", "kopf.activities"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
         asyncio.run(run(settings))
-    except (ConfigException, kopf.LoginError) as error:
+    except ConfigException as error:
         print(f"clora-operator: no access to a cluster: {error}", file=sys.stderr)
         return 1
     except Exception:
@@ -49,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def run(settings: Settings) -> None:
     """Until SIGTERM or SIGINT, which kopf handles. Raises what ended the reconciler or the watch."""
-    stop = asyncio.Event()
     reconciler = Reconciler(Kube(configuration(settings.kubeconfig)), settings, lambda: datetime.now(UTC))
     registry = kopf.OperatorRegistry()
     register(registry, reconciler, settings.kubeconfig)
@@ -57,29 +56,21 @@ async def run(settings: Settings) -> None:
     if settings.metrics_port:
         metrics_server, _ = prometheus_client.start_http_server(settings.metrics_port)
     host = f"http://0.0.0.0:{settings.liveness_port}/healthz" if settings.liveness_port else None
-    watcher = asyncio.create_task(
-        kopf.operator(
-            registry=registry,
-            settings=_kopf_settings(),
-            standalone=True,
-            clusterwide=not settings.namespaces,
-            namespaces=settings.namespaces,
-            liveness_endpoint=host,
-            stop_flag=stop,
-        ),
-        name="kopf",
-    )
-    worker = asyncio.create_task(reconciler.run(), name="reconciler")
     try:
-        done, _ = await asyncio.wait((watcher, worker), return_when=asyncio.FIRST_COMPLETED)
-        stop.set()
-        await watcher
-        for task in done:
-            task.result()
+        async with asyncio.TaskGroup() as group:
+            reconciling = group.create_task(reconciler.run(), name="reconciler")
+            # kopf looks for the kinds once, when it starts, and gives up on an API server that does not answer
+            await reconciler.synced.wait()
+            await kopf.operator(
+                registry=registry,
+                settings=_kopf_settings(),
+                standalone=True,
+                clusterwide=not settings.namespaces,
+                namespaces=settings.namespaces,
+                liveness_endpoint=host,
+            )
+            reconciling.cancel()
     finally:
-        stop.set()
-        worker.cancel()
-        await asyncio.gather(watcher, worker, return_exceptions=True)
         await reconciler.close()
         if metrics_server is not None:
             metrics_server.shutdown()

@@ -6,10 +6,15 @@ missed for one resync at most. Leaves out children (Secrets, StatefulSets, …),
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from clora_operator.resources import Engine, Experiment, Key, Kind, parse_engine, parse_experiment
+
+log = logging.getLogger(__name__)
 
 
 class Cache:
@@ -56,10 +61,18 @@ class Cache:
         return key
 
     def replace(self, kind: Kind, bodies: Iterable[Mapping[str, Any]]) -> set[Key]:
-        """A full list; returns the keys that are there now or were there before."""
+        """A full list; returns the keys that are there now or were there before.
+
+        One that cannot be read (the status of a later release) stays as it was known: it must not hide the others.
+        """
         known: dict[Key, Any] = self._experiments if kind == "experiment" else self._engines
-        before = set(known)
-        now = {self.put(kind, body) for body in bodies}
+        before, now = set(known), set()
+        for body in bodies:
+            now.add(_key(kind, body))
+            try:
+                self.put(kind, body)
+            except ValidationError as error:
+                log.warning("%s cannot be read: %s", _key(kind, body), error)
         for key in before - now:
             del known[key]
         return before | now

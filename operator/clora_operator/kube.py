@@ -32,7 +32,7 @@ class KubeError(Exception):
     """The API server refused; `status` is the HTTP status (0: it did not answer), `reason` the server's sentence."""
 
     def __init__(self, status: int, reason: str) -> None:
-        super().__init__(f"the API server answered {status}: {reason}")
+        super().__init__(f"the API server answered {status}: {reason}" if status else f"the API server: {reason}")
         self.status, self.reason = status, reason
 
 

@@ -299,6 +299,8 @@ def staged(
     kubeconfig = restricted_kubeconfig(control_plane, kube, namespace, folder)
     with ExitStack() as stack:
         yield Stage(stack, folder, kubeconfig, Cluster(kube, namespace))
+        for log in folder.glob("operator.log"):
+            print(log.read_text())  # shown with a test that has failed
         release(Cluster(kube, namespace))
 
 
