@@ -1,0 +1,175 @@
+"""All of clora in real pods: the chart's operator, an engine with the real vLLM, and an experiment that trains on it.
+
+The pods are those of a release but for their image: they mount this machine's Python (local/image.py). All else is what
+the chart and the operator make: accounts, volumes, probes, users, read-only root file systems.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes import client
+
+from local import image
+from local.cache import REPOSITORY
+from local.model import NAME, model
+from local.node import NodeCluster
+from local.tools import tools
+from tests.cluster_fixtures import wait_until
+
+pytestmark = [pytest.mark.node, pytest.mark.timeout(1200)]
+
+BIN = Path(sys.prefix) / "bin"
+SYSTEM, TENANT = "clora-system", "tenant"
+GROUP = ("clora.dev", "v1alpha1", TENANT)
+
+
+def _run(cluster: NodeCluster, program: str, *arguments: str) -> str:
+    command = [str(tools() / program), f"--kubeconfig={cluster.kubeconfig}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def release(node_cluster: NodeCluster, node_kube: client.ApiClient) -> NodeCluster:
+    """`helm install --wait`: it returns once the operator's pod has passed its probes."""
+    host, repository_and_tag = image.host_pod(), image.HOST.split(":")
+    values = {
+        "image": {"repository": repository_and_tag[0], "tag": repository_and_tag[1], "pullPolicy": "Never"},
+        "command": [str(BIN / "clora-operator")],
+        "env": host["env"],
+        "extraVolumes": host["volumes"],
+        "extraVolumeMounts": host["volumeMounts"],
+        "settings": {"serviceAddressing": "ClusterIP"},  # the local node has no DNS
+    }
+    flags = [f"--set-json={name}={json.dumps(value)}" for name, value in values.items()]
+    chart = str(REPOSITORY / "charts" / "clora")
+    install = ["install", "clora", chart, f"--namespace={SYSTEM}", "--create-namespace", "--wait", "--timeout=180s"]
+    # the kinds are there already (node_cluster): the release takes them over
+    _run(node_cluster, "helm", *install, "--take-ownership", *flags)
+    client.CoreV1Api(node_kube).create_namespace({"metadata": {"name": TENANT}})
+    return node_cluster
+
+
+@pytest.fixture(scope="module")
+def engine(release: NodeCluster, node_kube: client.ApiClient) -> Iterator[str]:
+    """A LoRAEngine with the small real model; its volume comes from the node's storage class."""
+    core, custom = client.CoreV1Api(node_kube), client.CustomObjectsApi(node_kube)
+    core.create_persistent_volume(_model_volume())
+    core.create_namespaced_persistent_volume_claim(TENANT, _model_claim())
+    custom.create_namespaced_custom_object(*GROUP, "loraengines", _engine())
+    yield "local"
+    print(_run(release, "kubectl", "logs", "--namespace", TENANT, "local-0", "--tail=60"))
+
+
+def _model_volume() -> dict[str, Any]:
+    for path in model().iterdir():
+        path.chmod(0o644)  # it was made by root for itself; the engine is another user
+    return {
+        "metadata": {"name": "model"},
+        "spec": {
+            "capacity": {"storage": "1Gi"},
+            "accessModes": ["ReadOnlyMany"],
+            "storageClassName": "by-hand",
+            "hostPath": {"path": str(model()), "type": "Directory"},
+        },
+    }
+
+
+def _model_claim() -> dict[str, Any]:
+    spec = {
+        "accessModes": ["ReadOnlyMany"],
+        "storageClassName": "by-hand",
+        "resources": {"requests": {"storage": "1Gi"}},
+    }
+    return {"metadata": {"name": "model"}, "spec": spec}
+
+
+def _engine() -> dict[str, Any]:
+    host = image.host_pod()
+    container = {
+        "name": "engine",
+        "imagePullPolicy": "Never",
+        "command": [str(BIN / "clora-engine")],
+        "env": host["env"],
+        "volumeMounts": host["volumeMounts"],
+    }
+    return {
+        "apiVersion": "clora.dev/v1alpha1",
+        "kind": "LoRAEngine",
+        "metadata": {"name": "local"},
+        "spec": {
+            "image": image.HOST,
+            "model": {"name": f"HuggingFaceTB/{NAME}", "claimName": "model"},
+            "capacity": {"maxExperiments": 2, "maxRank": 16},
+            "sampler": {
+                "gpus": 0,
+                "dataParallelSize": 1,
+                "maxModelLen": 1024,
+                "maxNumSeqs": 32,
+                "kvCacheMemory": "1Gi",
+            },
+            "trainer": {"gpus": 0, "tokensPerMicrobatch": 3000},
+            "storage": {"size": "2Gi"},
+            "resources": {"requests": {"memory": "3Gi"}, "limits": {"memory": "8Gi"}},
+            "podTemplate": {"spec": {"containers": [container], "volumes": host["volumes"]}},
+        },
+    }
+
+
+def _experiment(name: str, steps: int) -> dict[str, Any]:
+    body: dict[str, Any] = yaml.safe_load((REPOSITORY / "examples" / "demo" / "warm-up.yaml").read_text())
+    body["metadata"]["name"], body["spec"]["maxSteps"] = name, steps
+    body["spec"]["algorithm"]["promptsPerStep"] = 2
+    return body
+
+
+def _conditions(custom: client.CustomObjectsApi, plural: str, name: str) -> dict[str, str]:
+    status = custom.get_namespaced_custom_object(*GROUP, plural, name).get("status", {})
+    return {condition["type"]: condition["status"] for condition in status.get("conditions", [])}
+
+
+def test_operator_runs_as_the_chart_says(release: NodeCluster, node_kube: client.ApiClient) -> None:
+    (pod,) = client.CoreV1Api(node_kube).list_namespaced_pod(SYSTEM).items
+    (status,) = pod.status.container_statuses
+    assert (status.ready, status.restart_count) == (True, 0)
+    kubectl = ("exec", "--namespace", SYSTEM, pod.metadata.name, "--", "/bin/sh", "-c")
+    assert (
+        _run(release, "kubectl", *kubectl, "id -u; touch /nope 2>/dev/null || echo read-only") == "65532\nread-only\n"
+    )
+
+
+def test_metrics_are_served_beside_the_operator(release: NodeCluster) -> None:
+    path = f"/api/v1/namespaces/{SYSTEM}/services/clora-metrics:metrics/proxy/metrics"
+    assert "process_resident_memory_bytes" in _run(release, "kubectl", "get", "--raw", path)
+
+
+def test_an_experiment_trains_in_pods_and_outlives_its_engines_pod(
+    release: NodeCluster, engine: str, node_kube: client.ApiClient
+) -> None:
+    core, custom = client.CoreV1Api(node_kube), client.CustomObjectsApi(node_kube)
+
+    def is_true(plural: str, name: str, condition: str) -> bool:
+        return _conditions(custom, plural, name).get(condition) == "True"
+
+    wait_until(lambda: is_true("loraengines", engine, "Ready"), "the engine to be ready", seconds=600)
+    custom.create_namespaced_custom_object(*GROUP, "loraexperiments", _experiment("sums", 6))
+    wait_until(lambda: _step(custom, "sums") >= 1, "a committed step", seconds=300)
+    epoch = custom.get_namespaced_custom_object(*GROUP, "loraengines", engine)["status"]["epoch"]
+    core.delete_namespaced_pod("local-0", TENANT, grace_period_seconds=1)
+    wait_until(lambda: is_true("loraexperiments", "sums", "Succeeded"), "it to succeed after all", seconds=600)
+    assert _step(custom, "sums") == 6
+    assert custom.get_namespaced_custom_object(*GROUP, "loraengines", engine)["status"]["epoch"] > epoch
+
+
+def _step(custom: client.CustomObjectsApi, name: str) -> int:
+    status = custom.get_namespaced_custom_object(*GROUP, "loraexperiments", name).get("status", {})
+    return int(status.get("progress", {}).get("step", 0))
