@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from local.cache import REPOSITORY, LocalClusterError, cache_dir, exclusive, install_pinned, say
+from local.process import dying_with_parent
 
 SOURCES = REPOSITORY / "local" / "kubebox"
 SOURCE_FILES = ("go.mod", "go.sum", "main.go", "pause/main.go")
@@ -113,7 +114,7 @@ def _compile(toolchain: Toolchain, into: Path) -> None:
     listing = ["list", "-deps", "-trimpath", "-buildvcs=false", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}"]
     stale = run([*listing, *PROGRAMS.values()], lambda line: downloads.advance() if "downloading" in line else None)
     downloads.finish()
-    # Stale means: not in the build cache with these flags. It may overcount, never undercount.
+    # Stale: perhaps not in the build cache with these flags
     packages = _Progress("compiled packages", total=len(stale.split()))
     for name, package in PROGRAMS.items():
         run(["build", "-v", *flags, "-o", str(into / name), package], lambda _line: packages.advance())
@@ -125,7 +126,12 @@ def _run(command: list[str], environment: dict[str, str], on_line: Callable[[str
     """Runs a go command; `on_line` sees each line of its stderr as it comes. Returns stdout."""
     with tempfile.TemporaryFile("w+") as answer:
         process = subprocess.Popen(  # noqa: S603
-            command, cwd=SOURCES, env=environment, stdout=answer, stderr=subprocess.PIPE, text=True
+            dying_with_parent(command),
+            cwd=SOURCES,
+            env=environment,
+            stdout=answer,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         said = deque[str](maxlen=20)
         with process:
@@ -175,7 +181,7 @@ class _Progress:
 
     def _say(self) -> None:
         self._said, self._count_said = time.monotonic(), self._count
-        of = f" of {self._total}" if self._total is not None else ""
+        of = f" of at most {self._total}" if self._total is not None else ""
         say(f"  {self._what}: {self._count}{of} ({self._said - self._started:.0f} s)")
 
 
