@@ -28,6 +28,7 @@ from local.node import NodeCluster
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-the-tests"
 SECONDS = 60.0
+START_SECONDS = 180.0  # of a process, on a machine that has better things to do
 # The rights that the operator needs in a namespace, and no more: every test here runs with these.
 RULES = [
     {"apiGroups": [GROUP], "resources": ["loraengines"], "verbs": ["get", "list", "watch"]},
@@ -42,7 +43,6 @@ RULES = [
 ]
 # Times that make a test quick; what a test is about it sets itself.
 QUICK = {
-    "LIVENESS_PORT": "0",
     "METRICS_PORT": "0",
     "UNREACHABLE_GRACE_SECONDS": "2",
     "PROGRESS_WRITE_SECONDS": "0.2",
@@ -56,6 +56,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 class EngineProcess:
@@ -77,13 +84,7 @@ class EngineProcess:
         command += ["--max-experiments", str(self._limits[0]), "--max-rank", str(self._limits[1])]
         with (self._folder / "engine.log").open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        wait_for(self._answers, "the simulated engine to answer")
-
-    def _answers(self) -> bool:
-        try:
-            return httpx.get(f"{self.endpoint}/healthz", trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
+        wait_for(lambda: answers(f"{self.endpoint}/healthz"), "the simulated engine to answer", START_SECONDS)
 
     def kill(self) -> None:
         if self._process is not None:
@@ -117,11 +118,20 @@ class OperatorProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        """Returns once it watches."""
+        port = free_port()
         command = [str(Path(sys.executable).with_name("clora-operator")), "run", "--namespace", self._namespace]
-        command += ["--kubeconfig", str(self._kubeconfig)]
+        command += ["--kubeconfig", str(self._kubeconfig), "--liveness-port", str(port)]
         with self.log.open("ab") as log:
             environment = {**os.environ, **self._settings}
             self._process = subprocess.Popen(command, cwd=self.log.parent, env=environment, stdout=log, stderr=log)
+        wait_for(lambda: self._runs() and answers(f"http://127.0.0.1:{port}/healthz"), "the operator", START_SECONDS)
+
+    def _runs(self) -> bool:
+        assert self._process is not None
+        code = self._process.poll()
+        assert code is None, f"the operator has ended with {code}"
+        return True
 
     def kill(self) -> None:
         """As an out-of-memory kill does: no time for anything."""
