@@ -12,6 +12,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -22,12 +23,11 @@ FIRST_PAUSE, LAST_PAUSE, STEADY_SECONDS = 1.0, 30.0, 60.0
 
 def keep(command: Sequence[str]) -> int:
     """Runs until SIGTERM or a status of 0; returns the program's last status (0 after SIGTERM)."""
-    stopping = False
+    stopping = threading.Event()
     child: subprocess.Popen[bytes] | None = None
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        nonlocal stopping
-        stopping = True
+        stopping.set()
         if child is not None:
             child.terminate()
 
@@ -36,14 +36,15 @@ def keep(command: Sequence[str]) -> int:
     while True:
         started = time.monotonic()
         child = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "--", *command])  # noqa: S603, S607
+        if stopping.is_set():
+            child.terminate()  # the signal came before there was a child to pass it on to
         _say(f"started pid {child.pid}: {command[0]}")
         status = child.wait()
         _say(f"pid {child.pid} ended with status {status}")
-        if stopping or status == 0:
+        if stopping.is_set() or status == 0:
             return 0
         pause = FIRST_PAUSE if time.monotonic() - started > STEADY_SECONDS else min(LAST_PAUSE, pause * 2)
-        time.sleep(pause)
-        if stopping:
+        if stopping.wait(pause):
             return 0
 
 

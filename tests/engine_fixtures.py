@@ -26,7 +26,7 @@ from tests.unit.engine.chat_fixtures import CHATML, tiny_tokenizer
 
 TOKEN = "token-of-the-tests"
 FINAL = (Phase.SUCCEEDED, Phase.FAILED, Phase.SUSPENDED)
-START_SECONDS = 240.0
+START_SECONDS = 400.0
 
 
 @pytest.fixture(scope="session")

@@ -77,9 +77,9 @@ LossName = Literal["CrossEntropy", "ImportanceSampling", "PPO", "CISPO", "DRO"]
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """A per-token loss, summed over tokens and divided by `denominator` (the caller's, so that it is the same however a
-    batch is cut). Names, thresholds and meanings as in the Tinker API: clip thresholds are absolute ratios, 0.8 and 1.2,
-    not an epsilon. `temperature` divides the logits, as the sampler did."""
+    """A per-token loss, summed over tokens and divided by `denominator` (the caller's, so that it is the same however
+    a batch is cut). Names, thresholds and meanings as in the Tinker API: clip thresholds are absolute ratios, 0.8 and
+    1.2, not an epsilon. `temperature` divides the logits, as the sampler did."""
 
     name: LossName
     denominator: float

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,7 +29,12 @@ from tests.numerics.tiny import VOCABULARY, batch, tiny_model, trained_tokens
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
 ADAM = AdamParams(learning_rate=5e-3)
-SETTINGS = {"max_rank": 32, "tokens_per_microbatch": 256, "host_limit_bytes": 1 << 21, "model_name": "clora/tiny"}
+SETTINGS: dict[str, Any] = {
+    "max_rank": 32,
+    "tokens_per_microbatch": 256,
+    "host_limit_bytes": 1 << 21,
+    "model_name": "clora/tiny",
+}
 
 
 @pytest.fixture(scope="module")

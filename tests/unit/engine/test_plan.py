@@ -15,8 +15,8 @@ from tests.unit.engine.chat_fixtures import CHATML, REWRITING, tiny_tokenizer
 
 
 def config(tmp_path: Path, **changes: Any) -> EngineConfig:
-    values = {"model": "m", "storage": tmp_path, "token_file": tmp_path / "token", "max_rank": 16, "max_model_len": 512}
-    return EngineConfig(**values | changes)
+    values: dict[str, Any] = {"model": "m", "storage": tmp_path, "token_file": tmp_path / "token"}
+    return EngineConfig(**values | {"max_rank": 16, "max_model_len": 512} | changes)
 
 
 def desired(data_text: str | None = None, **spec: Any) -> DesiredExperiment:

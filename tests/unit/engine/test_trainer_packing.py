@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -130,5 +131,5 @@ def test_rows_that_the_model_cannot_take(row: Row, message: str) -> None:
 )
 def test_losses_without_meaning(change: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError) as caught:
-        check_loss(Loss(**({"name": "PPO", "denominator": 1.0} | change)))
+        check_loss(msgspec.structs.replace(Loss(name="PPO", denominator=1.0), **change))
     assert caught.value.field == field
