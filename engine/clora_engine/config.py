@@ -34,11 +34,11 @@ class EngineConfig:
     max_model_len: int = 8192
     max_num_seqs: int = 256
     kv_cache_bytes: int | None = None
-    sampler_threads: int = 1
+    sampler_threads: int = 1  # of a sampler on the CPU
     # trainer
     trainer_gpus: int = 0  # 0: the CPU
     tokens_per_microbatch: int = 16384
-    trainer_threads: int = 1
+    trainer_threads: int = 1  # of a trainer on the CPU
     host_memory_bytes: int | None = None  # limit of the AdapterStore
     dtype: str = "auto"  # of the base model; auto: bfloat16 on GPUs, float32 on CPUs
     versions_root: Path = Path("/dev/shm")  # noqa: S108 - tmpfs: versions are read once and removed
@@ -97,10 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, default=8192, help="longest prompt and answer together, in tokens")
     add("--max-num-seqs", type=int, default=256, help="sequences decoded in one batch")
     add("--kv-cache-memory", type=quantity, default=None, dest="kv_cache_bytes", help="size of the KV cache, e.g. 4Gi")
-    add("--sampler-threads", type=int, default=max(1, cores // 2), help="threads of a sampler on the CPU")
+    add("--sampler-threads", type=int, default=cores, help="threads of a sampler on the CPU")
     add("--trainer-gpus", type=int, default=0, choices=(0, 1), help="GPUs that train; 0: the CPU")
     add("--tokens-per-microbatch", type=int, default=16384)
-    add("--trainer-threads", type=int, default=max(1, cores // 2), help="threads of a trainer on the CPU")
+    add("--trainer-threads", type=int, default=cores, help="threads of a trainer on the CPU")
     add("--host-memory", type=quantity, default=None, dest="host_memory_bytes", help="limit of the AdapterStore")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of the base model")
 
