@@ -137,10 +137,12 @@ def _run(command: list[str], environment: dict[str, str], on_line: Callable[[str
         with process:
             assert process.stderr is not None
             for line in process.stderr:
-                said.append(line)
                 on_line(line)
+                if " " in line:  # an error, not the name of a package
+                    said.append(line)
         if process.returncode != 0:
-            raise LocalClusterError(f"`{' '.join(command[:2])}` failed:\n{''.join(said)}")
+            status = f"ended with status {process.returncode}"
+            raise LocalClusterError(f"`go {command[1]}` {status}:\n{''.join(said)}")
         answer.seek(0)
         return answer.read()
 
