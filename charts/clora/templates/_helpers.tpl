@@ -35,15 +35,14 @@ references do. Secrets are read for the tokens that engines refer to; by name al
 */}}
 {{- define "clora.rules" -}}
 - apiGroups: [clora.dev]
-  resources: [loraengines, loraexperiments]
+  resources: [loraengines]
+  verbs: [get, list, watch]
+- apiGroups: [clora.dev]
+  resources: [loraexperiments]
   verbs: [get, list, watch, patch]
 - apiGroups: [clora.dev]
   resources: [loraengines/status, loraexperiments/status]
   verbs: [patch]
-# Owner references on children, where the cluster guards them (OwnerReferencesPermissionEnforcement).
-- apiGroups: [clora.dev]
-  resources: [loraengines/finalizers]
-  verbs: [update]
 - apiGroups: [apps]
   resources: [statefulsets]
   verbs: [get, list, watch, create, patch]
