@@ -90,7 +90,7 @@ async def _load(config: EngineConfig, epoch: int, stack: contextlib.AsyncExitSta
     """Starts trainer and sampler side by side. What was started is closed by `stack`, also when the other fails."""
     log.info("epoch %d: loading %s", epoch, config.served_name)
     model = await asyncio.to_thread(_model_folder, config)
-    sampler = Sampler(_sampler_config(config, model, epoch))
+    sampler = Sampler(_sampler_config(config, model))
     starting = asyncio.create_task(_start_trainer(config, model))
 
     async def close_trainer() -> None:
@@ -161,10 +161,10 @@ def _host_memory_bytes() -> int:
     raise EngineError("/proc/meminfo has no MemTotal")
 
 
-def _sampler_config(config: EngineConfig, model: Path, epoch: int) -> SamplerConfig:
+def _sampler_config(config: EngineConfig, model: Path) -> SamplerConfig:
     return SamplerConfig(
         model=model,
-        versions_root=config.versions_root / f"clora-{config.port}-{epoch}",
+        versions_root=config.versions_root / f"clora-{config.port}",
         max_model_len=config.max_model_len,
         max_lora_rank=config.max_rank,
         slots=config.sampler_slots,

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 
 GROUPED_FROM_ROWS = 256
-"""Rows from which the products over each adapter's own rows beat one product for all slots (measured, 2 cores)."""
+"""Rows from which the products over each adapter's own rows replace one product for all slots: many rows of one adapter
+are not worth computing for every slot."""
 
 
 @dataclass(frozen=True, slots=True)
