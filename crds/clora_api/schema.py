@@ -47,6 +47,8 @@ def _convert(node: dict[str, Any], definitions: dict[str, Any], at: str) -> dict
     for key, value in node.items():
         if key in _DROPPED:
             continue
+        if key == "pattern" and "x-kubernetes-validations" in node:
+            continue  # the rule says the same, with a sentence
         if key == "properties":
             out[key] = {name: _convert(sub, definitions, f"{at}.{name}") for name, sub in value.items()}
         elif key == "items":

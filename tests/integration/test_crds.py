@@ -130,7 +130,7 @@ VOLUME = {"volume": "sets", "path": "a/b.jsonl"}
     [
         ({"engineSelector": {"matchLabels": {"a": "b"}}}, "give exactly one of engineRef and engineSelector"),
         ({"engineRef": None}, "give exactly one of engineRef and engineSelector"),
-        ({"algorithm": {"learningRate": "abc"}}, "spec.algorithm.learningRate"),
+        ({"algorithm": {"learningRate": "abc"}}, "must be a decimal number in quotes, such as '5e-4'"),
         ({"algorithm": {"learningRate": "-1"}}, "spec.algorithm.learningRate"),
         ({"algorithm": {"estimator": "SFT"}}, "estimator SFT goes with loss CrossEntropy and only with it"),
         ({"algorithm": {"loss": "CrossEntropy"}}, "estimator SFT goes with loss CrossEntropy and only with it"),
@@ -144,7 +144,7 @@ VOLUME = {"volume": "sets", "path": "a/b.jsonl"}
         ({"data": {}}, "give exactly one source of data"),
         ({"data": {"file": VOLUME | {"path": "../x"}}}, "spec.data.file.path"),
         ({"initFrom": {"file": VOLUME | {"path": "../x"}}}, "spec.initFrom.file.path"),
-        ({"initFrom": {"file": VOLUME | {"path": "a/../x"}}}, "spec.initFrom.file.path"),
+        ({"initFrom": {"file": VOLUME | {"path": "a/../x"}}}, "must be a path within the volume"),
         ({"initFrom": {"file": VOLUME | {"path": "/etc"}}}, "spec.initFrom.file.path"),
         ({"initFrom": {"file": VOLUME, "optimizer": True}}, "a PEFT directory holds no optimizer state"),
         ({"initFrom": {}}, "give exactly one source to start from"),

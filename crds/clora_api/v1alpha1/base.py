@@ -18,10 +18,34 @@ DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 # A path below a root: no leading slash, no empty, "." or ".." segment.
 RELATIVE_PATH_PATTERN = r"^([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+)(/([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+))*$"
 
-DecimalString = Annotated[str, Field(pattern=DECIMAL_PATTERN, max_length=32)]
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)]
 LabelName = Annotated[str, Field(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
-RelativePath = Annotated[str, Field(pattern=RELATIVE_PATH_PATTERN, min_length=1, max_length=512)]
+
+
+def _said(pattern: str, message: str) -> dict[str, Any]:
+    """In the CRD, the pattern becomes a rule: a sentence that says what to write, instead of the expression."""
+    return {"x-kubernetes-validations": [{"rule": f"self.matches(r'{pattern}')", "message": message}]}
+
+
+DecimalString = Annotated[
+    str,
+    Field(
+        pattern=DECIMAL_PATTERN,
+        max_length=32,
+        json_schema_extra=_said(DECIMAL_PATTERN, "must be a decimal number in quotes, such as '5e-4' or '0.95'"),
+    ),
+]
+RelativePath = Annotated[
+    str,
+    Field(
+        pattern=RELATIVE_PATH_PATTERN,
+        min_length=1,
+        max_length=512,
+        json_schema_extra=_said(
+            RELATIVE_PATH_PATTERN, "must be a path within the volume: no leading slash, no '.', '..' or empty part"
+        ),
+    ),
+]
 
 
 class ApiModel(BaseModel):
