@@ -119,7 +119,7 @@ class NodeCluster:
             if delete:
                 for name in ("etcd", "pki", "log", "cni", "containerd", "kubelet", "volumes"):
                     shutil.rmtree(self.folder / name, ignore_errors=True)
-                for pattern in ("*.kubeconfig", "kubelet.json", "containerd.toml", "resolv.conf", "ready"):
+                for pattern in ("*.kubeconfig", "kubelet.json", "containerd.toml", "resolv.conf", "ready", "*.sock:0"):
                     for path in self.folder.glob(pattern):
                         path.unlink()
 
