@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from types import FrameType
 
+from local.process import dying_with_parent
+
 FIRST_PAUSE, LAST_PAUSE, STEADY_SECONDS = 1.0, 30.0, 60.0
 
 
@@ -35,7 +37,7 @@ def keep(command: Sequence[str]) -> int:
     pause = FIRST_PAUSE
     while True:
         started = time.monotonic()
-        child = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "--", *command])  # noqa: S603, S607
+        child = subprocess.Popen(dying_with_parent(command))  # noqa: S603
         if stopping.is_set():
             child.terminate()  # the signal came before there was a child to pass it on to
         _say(f"started pid {child.pid}: {command[0]}")

@@ -50,6 +50,8 @@ def _convert(gguf: Path, into: Path) -> None:
     )
     weights.save_pretrained(into)
     tokenizer.save_pretrained(into)
+    for path in into.iterdir():
+        path.chmod(0o644)  # an engine in a pod is not root
 
 
 if __name__ == "__main__":

@@ -71,8 +71,6 @@ def engine(release: NodeCluster, node_kube: client.ApiClient) -> Iterator[str]:
 
 
 def _model_volume() -> dict[str, Any]:
-    for path in model().iterdir():
-        path.chmod(0o644)  # it was made by root for itself; the engine is another user
     return {
         "metadata": {"name": "model"},
         "spec": {
