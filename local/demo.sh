@@ -2,8 +2,8 @@
 # demo.sh - `make demo`: the Python environment, and meanwhile the control plane's programs; then local/demo.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-build=""
-python3 -m local.build >/dev/null & build=$!
+python=$(local/python.sh)
+"$python" -m local.build >/dev/null & build=$!
 trap '[ -z "$build" ] || kill "$build" 2>/dev/null || true' EXIT
 started=$SECONDS
 [ .venv/.installed -nt requirements/cpu.txt ] && [ .venv/.installed -nt pyproject.toml ] || local/install.sh
