@@ -110,9 +110,9 @@ class SamplerCore:
         """Start vLLM and wait until its processes are ready (seconds to minutes). Raises EngineError if they don't
         come up. While this runs, the process environment holds what vLLM's processes inherit."""
         gauges: list[_Gauges] = []
-        args = engine_args(config, lora_modules)
 
         def build() -> AsyncLLM:
+            args = engine_args(config, lora_modules)  # may look at the model's files, which may be gone
             with _environment(config):
                 return AsyncLLM.from_engine_args(args, stat_loggers=[_Gauges.factory(gauges)])
 
@@ -122,6 +122,8 @@ class SamplerCore:
         except asyncio.CancelledError:
             with suppress(Exception):
                 await asyncio.to_thread((await building).shutdown)
+            raise
+        except EngineError:
             raise
         except (VLLMClientError, ValueError) as error:
             raise UserError(f"vLLM refuses the sampler's configuration: {error}", field="sampler") from error
