@@ -17,10 +17,8 @@ lap "unit tests"
 wait "$build" || { echo "the control plane's programs were not built; the lines above say why" >&2; exit 1; }
 build=""
 lap "programs and model"
-"$python" -m pytest -m "integration and not gpu and not node"
+"$python" -m pytest -m "(integration or slow) and not gpu and not node"
 lap "integration tests"
-"$python" -m pytest -m "slow and not integration and not gpu and not node"
-lap "slow tests"
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   "$python" -m pytest -m node
   lap "tests on a real node"
