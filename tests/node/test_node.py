@@ -99,6 +99,7 @@ def test_stateful_set_with_a_claim_a_service_logs_and_exec(
 
     core.delete_namespaced_pod("web-0", node_namespace)
     wait_until(lambda: _uid(core, node_namespace) not in (None, pod.metadata.uid) and ready(), "the pod to be back")
+    wait_until(lambda: _answers(service.spec.cluster_ip), "the proxy to know the new pod")
     assert _get(service.spec.cluster_ip) == "started\nstarted\n", "the volume is the same"
 
     volume = core.read_namespaced_persistent_volume_claim("data-web-0", node_namespace).spec.volume_name
