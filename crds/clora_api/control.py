@@ -147,7 +147,6 @@ class EngineInfo(WireModel):
     data_volumes: list[str] = Field(default_factory=list)
     sampler_generation: int = 0
     versions: list[str] = Field(default_factory=list)  # that the sampler serves now
-    tokens_per_second: float = 0.0
 
 
 class CheckpointList(WireModel):

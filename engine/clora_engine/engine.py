@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -44,7 +43,6 @@ async def serve(config: EngineConfig) -> int:
     Raises UserError or ValueError for settings that cannot work, EngineError when the sampler does not come up.
     """
     token = TokenFile(config.token_file)
-    _share_cores(config)
     listener = _listen(config)
     epoch = await asyncio.to_thread(next_epoch, config.storage)
     supervisor = Supervisor(config, epoch, distribution_version("clora"))
@@ -102,14 +100,6 @@ async def _load(config: EngineConfig, epoch: int, stack: contextlib.AsyncExitSta
     stack.push_async_callback(sampler.close)
     await sampler.start()
     return Services(config, await starting, sampler, await asyncio.to_thread(load_tokenizer, model))
-
-
-def _share_cores(config: EngineConfig) -> None:
-    """Lets sampler and trainer have all cores each on a CPU. Their OpenMP threads must then sleep while they wait: by
-    default they spin, and ruin the other process. On 2 cores this made two experiments 1.6 times as fast as one
-    core each. Children read this environment when they load their OpenMP (GNU's, or Intel's in vLLM)."""
-    if not (config.sampler_gpus and config.trainer_gpus):
-        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 
 def _listen(config: EngineConfig) -> socket.socket:

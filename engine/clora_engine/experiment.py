@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ from clora_api.control import (
     spec_digest,
 )
 from clora_engine import plan as planning
-from clora_engine.errors import CheckpointError, EngineError, TrainerDied, TransientError, UserError
+from clora_engine.errors import CheckpointError, EngineError, TrainerDied, UserError
 from clora_engine.journal import Commit, Journal
 from clora_engine.plan import Plan
 from clora_engine.training import Services, StepOutcome, Training
@@ -229,7 +230,7 @@ class Experiment:
     async def _leave(self, plan: Plan) -> None:
         """Everything made is committed before the slot is left."""
         if self._commit is None or self._commit.manifest.step < self._step:
-            self._commit = await self._training.commit_now(self._step, self._position)
+            self._commit = await self._training.commit(self._step, self._position)
         if self.phase is Phase.DELETING:
             return
         if self._step >= plan.spec.max_steps:
@@ -274,7 +275,7 @@ class Experiment:
         self._services.sampler.drop(self.desired.uid)
         try:
             await self._services.trainer.delete(self.desired.uid)
-        except (EngineError, TransientError) as error:
+        except EngineError as error:
             log.debug("%s: %s", self.desired.uid, error)
 
     def _set_activity(self, activity: str) -> None:
@@ -303,7 +304,7 @@ class Experiment:
             adapter_version="" if self._published_step is None else f"{self.desired.name}@{self._published_step}",
             adapter_digest=commit.digest if commit else "",
             progress=self._progress(),
-            checkpoint=self._reported_checkpoint(commit) if commit else None,
+            checkpoint=reported_checkpoint(commit, self._services.config.storage) if commit else None,
         )
 
     def _progress(self) -> ReportedProgress:
@@ -318,10 +319,6 @@ class Experiment:
             seconds_per_step=self._pace,
             last_step_time=self._values.get("time"),
         )
-
-    def _reported_checkpoint(self, commit: Commit) -> ReportedCheckpoint:
-        path = str(commit.folder.relative_to(self._services.config.storage))
-        return ReportedCheckpoint(step=commit.manifest.step, path=path, digest=commit.digest)
 
     def _write_result(self) -> None:
         result = Result(phase=self.phase.value, report=self.report(0).to_api())
@@ -340,6 +337,12 @@ class Experiment:
         self._step = self._published_step = last.progress.step
         self._reward = last.progress.reward
         return True
+
+
+def reported_checkpoint(commit: Commit, storage: Path) -> ReportedCheckpoint:
+    """A commit as the control API shows it: by its path within the storage."""
+    path = str(commit.folder.relative_to(storage))
+    return ReportedCheckpoint(step=commit.manifest.step, path=path, digest=commit.digest)
 
 
 def _finite(value: Any) -> bool:

@@ -30,6 +30,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from clora_engine.config import SLEEPING_THREADS
 from clora_engine.errors import EngineError, SamplerRestarted, UserError
 from clora_engine.types import Sample, SamplingParams
 from clora_engine.vllm_plugin import ENGINE_PID
@@ -285,8 +286,7 @@ def _environment(config: SamplerConfig) -> Iterator[None]:
     os.environ |= {ENGINE_PID: str(os.getpid()), "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if current_platform.is_cpu() and config.threads is not None:
         os.environ |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        # Threads that spin while they wait take the cores from whatever else runs there, the trainer above all.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ |= SLEEPING_THREADS
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         yield

@@ -18,13 +18,12 @@ from clora_api.control import (
     ExperimentList,
     ExperimentReport,
     Phase,
-    ReportedCheckpoint,
     RunMode,
     spec_digest,
 )
 from clora_engine.config import EngineConfig
 from clora_engine.errors import CapacityError
-from clora_engine.experiment import Experiment
+from clora_engine.experiment import Experiment, reported_checkpoint
 from clora_engine.journal import Journal
 from clora_engine.sampler import SamplerStats
 from clora_engine.training import Services
@@ -200,8 +199,7 @@ class Supervisor:
         for step in journal.commits():
             commit = journal.read_commit(step)
             assert commit is not None
-            path = str(commit.folder.relative_to(self._config.storage))
-            items.append(ReportedCheckpoint(step=step, path=path, digest=commit.digest))
+            items.append(reported_checkpoint(commit, self._config.storage))
         return CheckpointList(items=items)
 
     def journal(self, uid: str) -> Journal:
@@ -221,10 +219,8 @@ class Supervisor:
         return lambda: self._changed(uid)
 
     def _changed(self, uid: str) -> None:
-        self._revision += 1
+        self._wake()
         self._revisions[uid] = self._revision
-        self._news.set()
-        self._news = asyncio.Event()
 
     def _wake(self) -> None:
         self._revision += 1

@@ -23,6 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from clora_engine import trainer_protocol as protocol
+from clora_engine.config import SLEEPING_THREADS
 from clora_engine.errors import EngineError, TrainerDied, UserError
 from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
 
@@ -222,7 +223,7 @@ def _environment(device: str, threads: int) -> dict[str, str]:
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic cuBLAS
     else:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment |= {"CUDA_VISIBLE_DEVICES": ""} | SLEEPING_THREADS
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["HF_HUB_OFFLINE"] = "1"
     return environment

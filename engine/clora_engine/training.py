@@ -72,7 +72,7 @@ class Training:
         values: dict[str, Any] = {"step": 0, "time": _now()}
         values |= await self._evaluate(plan, 0)
         await asyncio.to_thread(self._journal.append_metrics, values)
-        return StepOutcome(0, 0, values, await self._commit(0, 0))
+        return StepOutcome(0, 0, values, await self.commit(0, 0))
 
     async def publish(self, step: int) -> None:
         """Makes the trainer's weights the version that the sampler serves for this experiment."""
@@ -116,15 +116,12 @@ class Training:
         await asyncio.to_thread(self._journal.append_metrics, line)
         commit = None
         if step % plan.spec.checkpoint.every == 0 or step >= plan.spec.max_steps:
-            commit = await self._commit(step, position)
+            commit = await self.commit(step, position)
             await asyncio.to_thread(self._journal.prune, plan.spec.checkpoint.keep)
         return StepOutcome(step, position, line, commit)
 
-    async def commit_now(self, step: int, position: int) -> Commit:
-        """Commits a step that was not due, before the experiment leaves its slot."""
-        return await self._commit(step, position)
-
-    async def _commit(self, step: int, position: int) -> Commit:
+    async def commit(self, step: int, position: int) -> Commit:
+        """Commits what the trainer holds as `step`, and all metrics so far."""
         folder = await asyncio.to_thread(self._journal.step_folder, step)
         await self._services.trainer.save(self._uid, folder, optimizer=True)
         return await asyncio.to_thread(self._journal.commit, step, position, time.time())
