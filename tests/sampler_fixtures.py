@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from clora_engine.adapter_files import CONFIG_FILE, WEIGHTS_FILE, BaseShapes
 from clora_engine.sampler import Sampler, SamplerConfig
@@ -37,11 +39,14 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
+base_shapes = lru_cache(BaseShapes.of_model)
+
+
 def write_adapter(
     directory: Path, model: Path, *, seed: int, rank: int = 8, modules: Sequence[str] = (), strength: float = 0.5
 ) -> Path:
     """A random PEFT adapter, by default on all linear layers."""
-    base = BaseShapes.of_model(model)
+    base = base_shapes(model)
     suffixes = list(modules) or list(base.suffixes)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
@@ -58,7 +63,7 @@ def write_adapter(
 
 
 class Judge:
-    """Hugging Face and PEFT, one sequence at a time."""
+    """Hugging Face and PEFT. Sequences are padded on the right, which a causal model does not see."""
 
     def __init__(self, model: Path) -> None:
         self._path = model
@@ -74,21 +79,40 @@ class Judge:
         return self._loaded[adapter]
 
     @torch.no_grad()
-    def greedy(self, adapter: Path | None, prompts: Sequence[list[int]], tokens: int) -> list[tuple[int, ...]]:
-        model = self._load(adapter)
-        answers = []
-        for prompt in prompts:
-            ids = list(prompt)
-            for _ in range(tokens):
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-            answers.append(tuple(ids[len(prompt) :]))
-        return answers
+    def logits(self, adapter: Path | None, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Of every position of every sequence; float32 [length, vocabulary] each."""
+        ids = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
+        with one_thread():
+            rows: Tensor = self._load(adapter)(ids).logits
+        return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
 
-    @torch.no_grad()
+    def greedy(self, adapter: Path | None, prompts: Sequence[list[int]], tokens: int) -> list[tuple[int, ...]]:
+        sequences = [list(prompt) for prompt in prompts]
+        for _ in range(tokens):
+            for ids, row in zip(sequences, self.logits(adapter, sequences), strict=True):
+                ids.append(int(row[-1].argmax()))
+        return [tuple(ids[len(prompt) :]) for ids, prompt in zip(sequences, prompts, strict=True)]
+
     def logprobs(self, adapter: Path | None, prompt: list[int], ids: Sequence[int], temperature: float) -> Tensor:
         """Of each of `ids` after `prompt`, at the temperature; float32 [T]."""
-        logits = self._load(adapter)(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-        return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        (logits,) = self.logits(adapter, [[*prompt, *ids]])
+        return of_tokens(logits[len(prompt) - 1 : -1], ids, temperature)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For tiny tensors: two threads that spin beside a busy vLLM are a hundred times slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def of_tokens(logits_TV: Tensor, ids: Sequence[int], temperature: float) -> Tensor:
+    """The log-prob of each of `ids` under its row of logits; float32 [T]."""
+    return torch.log_softmax(logits_TV / temperature, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
 
 def prompt(seed: int, length: int = 20) -> list[int]:

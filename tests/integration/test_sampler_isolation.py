@@ -1,0 +1,58 @@
+"""No tenant ever gets another's answer: many tenants' requests, versions that come and go, and each answer judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clora_engine.sampler import Lease, Sampler
+from clora_engine.versions import State
+from tests.isolation_run import Traffic, drive, isolation_config, judge, run
+from tests.sampler_fixtures import make_model
+
+pytestmark = pytest.mark.integration
+
+REQUESTS = 2000
+MOST_EXCUSED = 0.005
+
+
+def test_every_answer_is_that_of_its_version_alone(tmp_path: Path) -> None:
+    report = run(make_model(tmp_path / "model"), tmp_path, requests=REQUESTS, seed=0)
+    print(report)
+    assert report.alike == 0
+    assert report.mismatches == 0
+    assert report.excused <= MOST_EXCUSED * report.greedy_samples
+    assert report.max_logprob_gap <= 1e-3
+    # and it was the crowd that it is meant to be
+    assert report.requests == REQUESTS
+    assert report.versions_answered > 50
+    assert report.publishes > 80
+    assert min(report.retirements, report.cancelled) > 5
+    assert report.full_share > 0.5
+
+
+OTHER = {"experiment-0": "experiment-1", "experiment-1": "experiment-0"}
+
+
+class MixedUp(Sampler):
+    """Leases of these two experiments are of the other's version, where it has one."""
+
+    def lease(self, experiment: str) -> Lease:
+        live = {stats.version.experiment for stats in self.stats().versions if stats.state is State.LIVE}
+        other = OTHER.get(experiment, experiment)
+        return super().lease(other if other in live else experiment)
+
+
+async def test_two_experiments_that_are_mixed_up_are_found_out(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+
+    async with MixedUp(isolation_config(model, tmp_path)) as sampler:
+        recording = await drive(sampler, tmp_path / "copies", Traffic(requests=200, seed=1))
+    report = judge(model, recording)
+    print(report)
+    touched = [a for a in recording.answers if a.version and a.version.experiment in OTHER]
+    assert len(touched) > 20
+    assert 0.8 * len(touched) < report.mismatches <= len(touched)
+    assert {version.split("@")[0] for version in report.mismatched} == set(OTHER)
+    assert report.max_logprob_gap > 0.1
