@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from clora_api.v1alpha1.engine import Scheduling
+
 SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """Environment of sampler and trainer on a CPU, where both have all cores: their OpenMP threads (GNU's, or Intel's in
 vLLM) must sleep while they wait. By default they spin, and ruin the other process: on 2 cores, two experiments were 1.6
@@ -39,6 +41,7 @@ class EngineConfig:
     max_model_len: int = 8192
     max_num_seqs: int = 256
     kv_cache_bytes: int | None = None
+    scheduling: Scheduling = Scheduling.FAIR_SHARE  # whose tokens come first when the sampler is saturated
     sampler_threads: int = 1  # of a sampler on the CPU
     # trainer
     trainer_gpus: int = 0  # 0: the CPU
@@ -102,6 +105,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, default=8192, help="longest prompt and answer together, in tokens")
     add("--max-num-seqs", type=int, default=256, help="sequences decoded in one batch")
     add("--kv-cache-memory", type=quantity, default=None, dest="kv_cache_bytes", help="size of the KV cache, e.g. 4Gi")
+    add(
+        "--scheduling",
+        type=Scheduling,
+        default=Scheduling.FAIR_SHARE,
+        choices=list(Scheduling),
+        metavar="{" + ",".join(Scheduling) + "}",
+        help="whose tokens come first when the sampler is saturated",
+    )
     add("--sampler-threads", type=int, default=cores, help="threads of a sampler on the CPU")
     add("--trainer-gpus", type=int, default=0, choices=(0, 1), help="GPUs that train; 0: the CPU")
     add("--tokens-per-microbatch", type=int, default=16384)

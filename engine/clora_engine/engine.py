@@ -165,6 +165,7 @@ def _sampler_config(config: EngineConfig, model: Path) -> SamplerConfig:
         threads=None if config.sampler_gpus else config.sampler_threads,
         tensor_parallel_size=config.tensor_parallel_size,
         data_parallel_size=config.data_parallel_size,
+        scheduling=config.scheduling,
     )
 
 

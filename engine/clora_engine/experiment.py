@@ -87,6 +87,8 @@ class Experiment:
         self._reward: float | None = None
         self._waited = 0.0
         self._pace: float | None = None
+        self._step_tokens: float | None = None  # sampled in a step, so far
+        self._remaining: int | None = None  # tokens left to sample, while the sampler's gate knows of it
         self._activity = ""
         self._published_step: int | None = None
         self._loaded = False
@@ -115,10 +117,12 @@ class Experiment:
             raise UserError("algorithm.estimator cannot change", field="algorithm.estimator")
 
     def update(self, desired: DesiredExperiment) -> None:
-        """Takes a new desired state over; a running experiment follows it from its next step on."""
+        """Takes a new desired state over: a new weight at once, the rest from the next step on."""
         before = self.desired
         self.desired = desired
         self.spec_digest = spec_digest(desired)
+        if self._remaining is not None and desired.spec.weight != before.spec.weight:
+            self._services.sampler.register(desired.uid, desired.spec.weight, self._remaining)
         if desired != before:
             self._changed()
 
@@ -157,6 +161,7 @@ class Experiment:
                 outcome = await self._training.step(plan, self._step + 1, self._position)
                 self._take(outcome)
                 plan = await self._plan_now()
+                self._tell_gate(plan)
             await self._leave(plan)
         except Exception as error:
             self._fail(error)
@@ -169,6 +174,7 @@ class Experiment:
 
     async def _prepare(self) -> Plan:
         plan = await self._plan_now()
+        self._tell_gate(plan)  # at once, so that seats come free for it while it prepares
         await asyncio.to_thread(self._journal.claim, self.desired.namespace, self.desired.name)
         commit = await asyncio.to_thread(self._journal.resume)
         if self.desired.attempt > 0:
@@ -183,12 +189,19 @@ class Experiment:
             self._step, self._position, self._commit = commit.manifest.step, commit.manifest.position, commit
             self._values = await asyncio.to_thread(self._journal.last_metrics)
             self._reward, self._pace = self._values.get("reward_mean"), self._values.get("step_seconds")
+            self._step_tokens = self._values.get("sampled_tokens")
+            self._tell_gate(plan)
             await self._training.publish(self._step)
         self._published_step, self._loaded = self._step, True
         if self.phase is Phase.PREPARING:
             self.phase = Phase.RUNNING
         self._changed()
         return plan
+
+    def _tell_gate(self, plan: Plan) -> None:
+        """Weight and work left, for the sampler's gate."""
+        self._remaining = plan.remaining_tokens(self._step, self._step_tokens)
+        self._services.sampler.register(self.desired.uid, self.desired.spec.weight, self._remaining)
 
     async def _load_start(self, plan: Plan) -> None:
         """The adapter's first weights: fresh, or those that initFrom names."""
@@ -245,9 +258,9 @@ class Experiment:
         self._commit = outcome.commit or self._commit
         self._reward = outcome.values.get("reward_mean", self._reward)
         self._waited += outcome.values.get("wait_trainer_seconds", 0.0)
-        seconds = outcome.values.get("step_seconds")
-        if seconds is not None:
-            self._pace = seconds if self._pace is None else 0.7 * self._pace + 0.3 * seconds
+        self._waited += outcome.values.get("wait_sampler_seconds", 0.0)
+        self._pace = _running(self._pace, outcome.values.get("step_seconds"))
+        self._step_tokens = _running(self._step_tokens, outcome.values.get("sampled_tokens"))
         if not outcome.values.get("update_skipped") and outcome.values.get("trained_tokens", 1.0) > 0:
             self._published_step = outcome.step
         self._changed()
@@ -271,7 +284,7 @@ class Experiment:
 
     async def _release(self) -> None:
         """Leaves trainer and sampler; the files stay."""
-        self._loaded = False
+        self._loaded, self._remaining = False, None
         self._services.sampler.drop(self.desired.uid)
         try:
             await self._services.trainer.delete(self.desired.uid)
@@ -343,6 +356,13 @@ def reported_checkpoint(commit: Commit, storage: Path) -> ReportedCheckpoint:
     """A commit as the control API shows it: by its path within the storage."""
     path = str(commit.folder.relative_to(storage))
     return ReportedCheckpoint(step=commit.manifest.step, path=path, digest=commit.digest)
+
+
+def _running(mean: float | None, value: float | None) -> float | None:
+    """The running mean of what a step takes."""
+    if mean is None or value is None:
+        return value if mean is None else mean
+    return 0.7 * mean + 0.3 * value
 
 
 def _finite(value: Any) -> bool:

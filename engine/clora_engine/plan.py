@@ -49,6 +49,17 @@ class Plan:
             stop_token_ids=self.renderer.stop_token_ids,
         )
 
+    def remaining_tokens(self, step: int, per_step: float | None) -> int:
+        """Tokens that are left to sample for training after `step`, of so many a step; before anything is known of
+        that, the most that the spec allows."""
+        algorithm = self.spec.algorithm
+        if self.supervised:
+            return 0
+        if per_step is None:
+            episodes = algorithm.prompts_per_step * algorithm.group_size
+            per_step = episodes * self.spec.environment.max_turns * self.spec.sampling.max_tokens
+        return round(max(0, self.spec.max_steps - step) * per_step)
+
     def adam(self, step: int) -> AdamParams:
         """AdamW's settings for step `step` (from 1): linear warm-up, then constant or linear down to a tenth."""
         optimizer = self.spec.algorithm.optimizer

@@ -5,22 +5,23 @@ and then switches new leases over; `lease` holds the version that is the latest 
 turns of a trajectory group come from one policy; what is neither latest nor leased is unloaded and removed. Nothing is
 ever loaded in place, no slot is taken from a version that may still be asked for, no prefix cache is reset.
 
-vLLM's core may die (`generation` counts its lives): pending requests raise SamplerRestarted, the core is started again,
-all versions are loaded again from their directories, and requests that come meanwhile wait.
+Every sequence passes the gate, base-model ones as a tenant of their own. vLLM's core may die (`generation` counts its
+lives): the requests that it held raise SamplerRestarted, the core is started again, all versions are loaded again from
+their directories, and requests that wait at the gate, or come meanwhile, go on waiting.
 
-Left out: who may sample how much, and when (`gate.py`); tokenizing (token ids in and out).
+Left out: who may sample how much, and when (gate.py, gate_queue.py); tokenizing (token ids in and out).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import shutil
-import stat
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -30,11 +31,13 @@ from typing import Any
 
 from clora_engine.adapter_files import BaseShapes, check_adapter
 from clora_engine.errors import EngineError, SamplerRestarted, TransientError, UserError
+from clora_engine.gate import Gate, GateStats, Seat
 from clora_engine.sampler_core import Adapter, Output, SamplerConfig, SamplerCore
 from clora_engine.sampler_selftest import self_test
 from clora_engine.sampler_supervisor import CoreSupervisor
 from clora_engine.types import Sample, SamplingParams, Version
 from clora_engine.versions import Entry, State, VersionTable
+from clora_engine.versions_root import empty_root, prepare_root
 from clora_engine.vllm_plugin.compat import check_vllm
 
 __all__ = ["Lease", "Sampler", "SamplerConfig", "SamplerStats", "VersionStats"]
@@ -43,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """What vLLM samples with exactly; it would silently raise a lower temperature, and the log-probs with it."""
+
+
+BASE_TENANT = "(base model)"
+"""At the gate, who samples from the base model; no experiment's uid has brackets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,7 @@ class SamplerStats:
     cached_tokens: int
     free_slots: int
     versions: tuple[VersionStats, ...]
+    gate: GateStats
 
 
 class Lease:
@@ -83,6 +91,7 @@ class Lease:
         """Give the version back; a second call does nothing. Requests in flight still finish on it."""
         entry, self._entry = self._entry, None
         if entry is not None:
+            self._sampler._leases[self.rank] -= 1
             self._sampler._retire(self._sampler._table.release(entry))
 
     def held(self) -> Entry:
@@ -104,8 +113,18 @@ class Sampler:
         self.config = config
         self._table = VersionTable(config.slots)
         self._supervisor = CoreSupervisor(config, self._reload)
+        self._gate = Gate(
+            ranks=config.data_parallel_size,
+            seats=config.max_num_seqs,
+            scheduling=config.scheduling,
+            max_queued=config.max_queued,
+            queue_timeout_seconds=config.queue_timeout_seconds,
+            is_open=lambda: (core := self._supervisor.core) is not None and core.alive,
+            now=time.monotonic,
+        )
+        self._following: asyncio.Task[None] | None = None
         self._unloading: set[asyncio.Task[None]] = set()
-        self._ranks = count()
+        self._leases: Counter[int] = Counter()  # held, by rank
         self._directories = count()
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
         self._base: BaseShapes | None = None
@@ -116,15 +135,18 @@ class Sampler:
         """Start vLLM and let it pass the self-test. Raises UserError for a configuration that cannot work, EngineError
         when vLLM does not come up, or fails the self-test."""
         check_vllm()
-        _prepare_root(self.config.versions_root)
+        prepare_root(self.config.versions_root)
         self._base = await asyncio.to_thread(BaseShapes.of_model, self.config.model)
         await self._supervisor.start(self._base, partial(self_test, config=self.config, base=self._base))
+        self._following = asyncio.create_task(self._follow_core(), name="sampler-gate")
 
     async def close(self) -> None:
         """End vLLM and remove all versions. What is pending raises EngineError."""
         await self._supervisor.close()
+        if self._following is not None:
+            await self._following
         await asyncio.gather(*self._unloading, return_exceptions=True)
-        await asyncio.to_thread(_empty_root, self.config.versions_root)
+        await asyncio.to_thread(empty_root, self.config.versions_root)
 
     async def __aenter__(self) -> Sampler:
         await self.start()
@@ -169,10 +191,14 @@ class Sampler:
 
     def lease(self, experiment: str) -> Lease:
         """Hold the experiment's latest version. Raises EngineError (NoVersion) when it has published none."""
-        return Lease(self, self._table.lease(experiment), next(self._ranks) % self.config.data_parallel_size)
+        entry = self._table.lease(experiment)
+        rank = self._gate.emptiest(self._leases)  # a lease counts too: its first request may be yet to come
+        self._leases[rank] += 1
+        return Lease(self, entry, rank)
 
     def drop(self, experiment: str) -> None:
-        """Retire all versions of an experiment; those that are leased go when they are released."""
+        """Retire all versions of an experiment and forget it at the gate; what is leased or sampled goes last."""
+        self._gate.remove(experiment)
         self._retire(self._table.drop(experiment))
 
     # ------------------------------------------------------------------------------------------ sampling
@@ -183,19 +209,65 @@ class Sampler:
         """n samples of one prompt under the leased version, or under the base model (None). They share the prompt's
         KV cache; sample i has seed `params.seed + i` if there is a seed.
 
-        Raises UserError for a prompt that is too long or holds unknown ids, or for impossible parameters;
-        SamplerRestarted when vLLM's core dies under it. Cancelling aborts the requests.
+        Raises UserError for a prompt that is too long or holds unknown ids, or for impossible parameters; CapacityError
+        (SamplerQueueFull) when too much of this experiment waits already; TransientError when it waited too long
+        (SamplerBusy) or vLLM held it for too long (SamplerTimeout), SamplerRestarted when vLLM's core dies under it.
+        Cancelling takes the requests out of the queue, or aborts them.
         """
         prompt = self._check_request(prompt_ids, n, params)
-        async with self._in_flight(lease) as (core, adapter):
-            rank = lease.rank if lease else next(self._ranks) % core.ranks
-            seeds = [None if params.seed is None else params.seed + i for i in range(n)]
-            outputs = await _all_or_none([core.generate(prompt, params, adapter, rank, seed) for seed in seeds])
+        tenant = lease.version.experiment if lease else BASE_TENANT
+        rank = lease.rank if lease else self._gate.emptiest(self._leases)
+        tokens = min(params.max_tokens, self.config.max_model_len - len(prompt))
+        with self._in_flight(lease) as entry:
+            seats = self._gate.enter(tenant, rank, n, tokens, len(prompt))
+            try:
+                calls = [
+                    self._one(seat, entry, prompt, params, seed)
+                    for seat, seed in zip(seats, _seeds(params, n), strict=True)
+                ]
+                outputs = await _all_or_none(calls)
+            finally:
+                for seat in seats:
+                    self._gate.leave(seat)
         for output in outputs:
             self._generated_tokens += len(output.sample.ids)
             self._prompt_tokens += output.prompt_tokens
             self._cached_tokens += output.cached_tokens
         return [output.sample for output in outputs]
+
+    async def _one(
+        self, seat: Seat, entry: Entry | None, prompt: list[int], params: SamplingParams, seed: int | None
+    ) -> Output:
+        """One sample, when its turn has come."""
+        async with self._gate.taken(seat):
+            if entry is not None:
+                self._table.check_loaded(entry)  # vLLM's core may have been restarted since it was queued
+            core = await self._supervisor.running()
+            adapter = _adapter(entry) if entry else None
+            try:
+                async with asyncio.timeout(self.config.request_timeout_seconds):
+                    output = await core.generate(prompt, params, adapter, seat.rank, seed, seat.priority)
+            except TimeoutError:
+                seconds = self.config.request_timeout_seconds
+                raise TransientError(
+                    f"vLLM held a sequence for more than {seconds:g} s; it was aborted", reason="SamplerTimeout"
+                ) from None
+            except SamplerRestarted:
+                self._supervisor.raise_if_ended()
+                raise
+            self._gate.leave(seat, len(output.sample.ids), output.prompt_tokens - output.cached_tokens)
+            return output
+
+    # ------------------------------------------------------------------------------------------ scheduling
+
+    def register(self, experiment: str, weight: int, remaining_tokens: int) -> None:
+        """Make an experiment known to the gate until `drop`, or change its weight and the tokens that it has left to
+        sample: at once, also of what waits."""
+        self._gate.register(experiment, weight, remaining_tokens)
+
+    def seconds_waited(self, experiment: str) -> float:
+        """Seconds since it was registered in which all that it sampled waited for others."""
+        return self._gate.seconds_waited(experiment)
 
     def stats(self) -> SamplerStats:
         core = self._supervisor.core
@@ -209,25 +281,31 @@ class Sampler:
             cached_tokens=self._cached_tokens,
             free_slots=self._table.free,
             versions=tuple(VersionStats(e.version, e.state, e.leases, e.in_flight) for e in self._table.entries),
+            gate=self._gate.stats(),
         )
 
     # ------------------------------------------------------------------------------------------ inside
 
-    @asynccontextmanager
-    async def _in_flight(self, lease: Lease | None) -> AsyncIterator[tuple[SamplerCore, Adapter | None]]:
-        """The running core, and the leased version counted as in flight on it."""
-        core = await self._supervisor.running()
+    @contextmanager
+    def _in_flight(self, lease: Lease | None) -> Iterator[Entry | None]:
+        """The leased version, counted as in flight: it stays loaded, also when the lease is released meanwhile."""
         entry = lease.held() if lease else None
         if entry is not None:
             self._table.enter(entry)
         try:
-            yield core, _adapter(entry) if entry else None
-        except SamplerRestarted:
-            self._supervisor.raise_if_ended()
-            raise
+            yield entry
         finally:
             if entry is not None:
                 self._retire(self._table.leave(entry))
+
+    async def _follow_core(self) -> None:
+        """Lets the gate grant seats whenever a core has come up, and ends the waiting when none will."""
+        try:
+            while True:
+                self._gate.dispatch()
+                await self._supervisor.change()
+        except EngineError as ended:
+            self._gate.close(ended)
 
     async def _reserve(self, version: Version, directory: Path) -> Entry:
         while (entry := self._table.reserve(version, directory)) is None:
@@ -305,6 +383,10 @@ def _adapter(entry: Entry) -> Adapter:
     return Adapter(entry.name, entry.lora_id, entry.directory)
 
 
+def _seeds(params: SamplingParams, n: int) -> list[int | None]:
+    return [None if params.seed is None else params.seed + i for i in range(n)]
+
+
 async def _all_or_none(calls: list[Coroutine[Any, Any, Output]]) -> list[Output]:
     """All results; the first failure, or a cancellation, ends the others too before it is raised."""
     tasks = [asyncio.ensure_future(call) for call in calls]
@@ -315,18 +397,3 @@ async def _all_or_none(calls: list[Coroutine[Any, Any, Output]]) -> list[Output]
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def _prepare_root(root: Path) -> None:
-    """Make the versions root, private to this user, and empty it of an earlier engine's versions."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = root.lstat()
-    permissions = found.st_mode & 0o777  # a pod's fsGroup adds setgid, which lets nobody in
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or permissions != 0o700:
-        raise EngineError(f"the versions root {root} must be a directory of this user with mode 0700")
-    _empty_root(root)
-
-
-def _empty_root(root: Path) -> None:
-    for directory in root.glob("v[0-9]*-*"):
-        shutil.rmtree(directory, ignore_errors=True)

@@ -30,10 +30,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from clora_api.v1alpha1.engine import Scheduling
 from clora_engine.config import SLEEPING_THREADS
 from clora_engine.errors import EngineError, SamplerRestarted, UserError
 from clora_engine.types import Sample, SamplingParams
-from clora_engine.vllm_plugin import ENGINE_PID
+from clora_engine.vllm_plugin import ENGINE_PID, KERNEL, lora_kernel
 
 T = TypeVar("T")
 
@@ -52,6 +53,10 @@ class SamplerConfig:
     slots           LoRA versions held at once: sum over experiments of maxOffPolicySteps + 2, and those evaluated
     kv_cache_bytes  per data-parallel rank; None leaves it to vLLM
     threads         OpenMP threads per rank on a CPU; None leaves it to vLLM
+    scheduling      who samples first when the sampler is saturated (gate_queue.py)
+    max_queued      sequences of one experiment that may wait at the gate of one rank; what is beyond is refused
+    queue_timeout_seconds    after which a sequence that still waits at the gate is given up
+    request_timeout_seconds  after which a sequence that vLLM still holds is aborted
     extra_args      further arguments of vLLM's AsyncEngineArgs, except those that the sampler sets itself
     start_attempts  consecutive failures to start vLLM's core after which the sampler gives up
     """
@@ -68,6 +73,10 @@ class SamplerConfig:
     threads: int | None = None
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    scheduling: Scheduling = Scheduling.FAIR_SHARE
+    max_queued: int = 8192
+    queue_timeout_seconds: float = 3600.0
+    request_timeout_seconds: float = 3600.0
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     start_attempts: int = 3
     backoff_seconds: float = 1.0
@@ -147,6 +156,11 @@ class SamplerCore:
     def waiting(self) -> int:
         return sum(gauge.waiting for gauge in self._gauges)
 
+    @property
+    def alive(self) -> bool:
+        """False as soon as any call could have noticed that it is dead."""
+        return not (self._death.done() or self._llm.errored)
+
     async def died(self) -> None:
         """Returns when the core is dead."""
         await asyncio.shield(self._death)
@@ -169,10 +183,17 @@ class SamplerCore:
         await self._on_all_ranks("remove_lora", lora_id)
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, adapter: Adapter | None, rank: int, seed: int | None
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        adapter: Adapter | None,
+        rank: int,
+        seed: int | None,
+        priority: int = 0,
     ) -> Output:
-        """One sample. Cancelling it aborts the request in the core before this returns."""
-        return await self._guard(self._generate(prompt_ids, params, adapter, rank, seed))
+        """One sample. Cancelling it aborts the request in the core before this returns. When the KV cache runs out,
+        vLLM preempts the request with the highest `priority`, and computes it again later."""
+        return await self._guard(self._generate(prompt_ids, params, adapter, rank, seed, priority))
 
     async def close(self) -> None:
         """End all processes of this core; safe after its death."""
@@ -184,7 +205,13 @@ class SamplerCore:
             self._death.set_result(None)
 
     async def _generate(
-        self, prompt_ids: list[int], params: SamplingParams, adapter: Adapter | None, rank: int, seed: int | None
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        adapter: Adapter | None,
+        rank: int,
+        seed: int | None,
+        priority: int,
     ) -> Output:
         stream = self._llm.generate(
             tokens_input(prompt_ids),
@@ -192,6 +219,7 @@ class SamplerCore:
             f"r{next(self._request_ids)}",
             lora_request=adapter.request() if adapter else None,
             data_parallel_rank=rank if self._ranks > 1 else None,
+            priority=priority,
         )
         final: RequestOutput | None = None
         try:
@@ -246,6 +274,7 @@ def engine_args(config: SamplerConfig, lora_modules: tuple[str, ...]) -> AsyncEn
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "scheduling_policy": "priority",
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
         "enable_lora": True,
@@ -284,6 +313,8 @@ def _environment(config: SamplerConfig) -> Iterator[None]:
     """The environment that vLLM's processes inherit; restored afterwards, with whatever vLLM itself added."""
     before = dict(os.environ)
     os.environ |= {ENGINE_PID: str(os.getpid()), "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if current_platform.is_cpu():
+        os.environ[KERNEL] = str(lora_kernel.library())
     if current_platform.is_cpu() and config.threads is not None:
         os.environ |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         os.environ |= SLEEPING_THREADS

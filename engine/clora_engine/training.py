@@ -4,8 +4,9 @@
             -> evaluate, when due -> metrics -> commit, when due
 
 What a step needs comes in, what it did goes out; nothing is kept between steps but the position in the data and the
-step counts. Who may run when is not decided here: trainer and sampler take the calls of all experiments in turn, so
-that one experiment trains while another samples.
+step counts. Who may run when is not decided here: the trainer takes the calls of all experiments in turn, the sampler's
+gate shares out its tokens, so that one experiment trains while another samples. What a step waited for either is in its
+metrics: wait_trainer_seconds, and wait_sampler_seconds, in which it had samples to draw and none was being drawn.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Training:
         """Step 0: publishes the adapter as it starts, measures it, and commits it."""
         await self.publish(0)
         values: dict[str, Any] = {"step": 0, "time": _now()}
+        waited = self._seconds_waited()
         values |= await self._evaluate(plan, 0)
+        values["wait_sampler_seconds"] = self._seconds_waited() - waited
         await asyncio.to_thread(self._journal.append_metrics, values)
         return StepOutcome(0, 0, values, await self.commit(0, 0))
 
@@ -88,6 +91,7 @@ class Training:
         Raises what the parts raise; the adapter in the trainer may then hold half a step and must be loaded again.
         """
         clock = _Clock()
+        waited = self._seconds_waited()
         count = plan.spec.algorithm.prompts_per_step
         if plan.supervised:
             batch, values = await asyncio.to_thread(self._demonstrations, plan, position, count)
@@ -103,6 +107,7 @@ class Training:
         clock.lap("publish_seconds")
         values |= await self._evaluate(plan, step)
         clock.lap("evaluate_seconds")
+        values["wait_sampler_seconds"] = self._seconds_waited() - waited
         values |= clock.laps | {"step_seconds": clock.total()}
         # tokens that came from the log after a restart were not sampled in this time
         sampled = values.get("sampled_tokens", 0.0) * kept
@@ -110,6 +115,9 @@ class Training:
             values["tokens_per_second"] = sampled / clock.laps["rollout_seconds"]
         line = {"step": step, "time": _now()} | values
         return await self._finish(plan, step, position + count, line)
+
+    def _seconds_waited(self) -> float:
+        return self._services.sampler.seconds_waited(self._uid)
 
     async def _finish(self, plan: Plan, step: int, position: int, line: dict[str, Any]) -> StepOutcome:
         self._activity("Commit")

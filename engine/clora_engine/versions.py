@@ -122,10 +122,14 @@ class VersionTable:
         entry.leases -= 1
         return self._collect(entry)
 
-    def enter(self, entry: Entry) -> None:
-        """A request with this version is about to be sent. Raises EngineError when the version is lost."""
+    def check_loaded(self, entry: Entry) -> None:
+        """Raises EngineError when the version is lost."""
         if entry.state is State.LOST:
             raise EngineError(f"{entry.version} could not be loaded again on the sampler", reason="VersionLost")
+
+    def enter(self, entry: Entry) -> None:
+        """A request with this version is made. Raises EngineError when the version is lost."""
+        self.check_loaded(entry)
         assert entry.state in (State.LIVE, State.RETIRED)
         assert entry.leases > 0
         entry.in_flight += 1

@@ -195,6 +195,7 @@ def arguments(spec: EngineSpec) -> list[str]:
         "data-parallel-size": sampler.data_parallel_size,
         "max-model-len": sampler.max_model_len,
         "max-num-seqs": sampler.max_num_seqs,
+        "scheduling": spec.scheduling.value,
         "trainer-gpus": spec.trainer.gpus,
         "tokens-per-microbatch": spec.trainer.tokens_per_microbatch,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,6 +11,11 @@ from clora_api.v1alpha1.base import ApiModel, LabelName, ObjectName, RelativePat
 from clora_api.v1alpha1.experiment import Condition
 
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([kKMGTPE]i?|m)?$", max_length=32)]
+
+
+class Scheduling(StrEnum):
+    FAIR_SHARE = "FairShare"
+    SHORTEST_REMAINING = "ShortestRemaining"
 
 
 class SecretKey(ApiModel):
@@ -116,6 +122,12 @@ class EngineSpec(ApiModel):
     capacity: Capacity = Field(default_factory=Capacity, description="How many tenants fit.")
     sampler: Sampler = Field(default_factory=Sampler, description="vLLM with multi-LoRA.")
     trainer: Trainer = Field(default_factory=Trainer, description="The swap-based trainer.")
+    scheduling: Scheduling = Field(
+        Scheduling.FAIR_SHARE,
+        description="Whose tokens the sampler draws first while it is saturated. FairShare: all experiments at once, by"
+        " their weights. ShortestRemaining: the experiment with the least work left over its weight first, so that"
+        " equal ones end one after another instead of all last; nobody waits for ever.",
+    )
     storage: Storage = Field(default_factory=Storage, description="Where commits live.")
     data_volumes: list[DataVolume] = Field(
         default_factory=list,

@@ -243,6 +243,13 @@ class ExperimentSpec(ApiModel):
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Accuracy on held-out examples.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="How often steps are committed.")
     init_from: InitFrom | None = Field(None, description="Starting weights. It cannot change after creation.")
+    weight: int = Field(
+        100,
+        ge=1,
+        le=1000,
+        description="Its share of the engine's sampler: twice the weight gets twice the tokens while the sampler is"
+        " saturated. It can change at any time, and does so at once.",
+    )
     suspend: bool = Field(False, description="Pause at the next step's end; the slot goes to others, nothing is lost.")
     active_deadline_seconds: int | None = Field(
         None, ge=1, le=31536000, description="Seconds since the start after which an unfinished experiment fails."

@@ -31,6 +31,21 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("clora_engine_sampler_running", "Requests being decoded.", stats.running)
         yield GaugeMetricFamily("clora_engine_sampler_waiting", "Requests waiting in vLLM.", stats.waiting)
         yield GaugeMetricFamily("clora_engine_sampler_versions", "Versions loaded.", len(stats.versions))
+        gate = stats.gate
+        yield GaugeMetricFamily("clora_engine_sampler_seats", "Sequences decoded at once, at most.", gate.seats)
+        yield GaugeMetricFamily("clora_engine_sampler_seats_taken", "Sequences being decoded.", gate.taken)
+        yield GaugeMetricFamily("clora_engine_sampler_queued", "Sequences waiting for a seat.", gate.queued)
+        yield CounterMetricFamily("clora_engine_sampler_granted", "Sequences that got a seat.", gate.granted)
+        yield CounterMetricFamily(
+            "clora_engine_sampler_granted_tokens",
+            "Tokens charged to experiments: generated, and of prompts what the cache did not save.",
+            gate.granted_tokens,
+        )
+        yield CounterMetricFamily(
+            "clora_engine_sampler_wait_seconds",
+            "Seconds from request to seat, over all sequences that got one.",
+            gate.wait_seconds,
+        )
         for name, value in (
             ("generated", stats.generated_tokens),
             ("prompt", stats.prompt_tokens),

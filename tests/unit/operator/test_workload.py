@@ -43,6 +43,7 @@ def test_the_command_line_of_the_defaults() -> None:
         "--data-parallel-size=4",
         "--max-model-len=8192",
         "--max-num-seqs=256",
+        "--scheduling=FairShare",
         "--trainer-gpus=1",
         "--tokens-per-microbatch=16384",
     ]
