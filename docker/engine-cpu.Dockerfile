@@ -13,9 +13,9 @@ RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . 
  && pip uninstall --yes pip
 
 FROM python:3.11-slim
-# vLLM's CPU kernels place memory by NUMA node.
+# vLLM's CPU kernels place memory by NUMA node; vLLM and clora compile kernels for the CPU that they find.
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends libnuma1 \
+ && apt-get install --yes --no-install-recommends g++ libnuma1 \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/clora /opt/clora
 RUN mkdir -p /home/clora && chown 10001:10001 /home/clora

@@ -2,8 +2,8 @@
 
 The plugin is inert unless clora's sampler started the process (`ENGINE_PID` is set): another vLLM that is installed in
 the same environment is left as it is. It does two things: every core and worker process ends with the engine that
-started it, and on vLLM's CPU platform LoRA is computed by `grouped.py` in place of the stock kernel, which is wrong
-for base-model rows when all LoRA slots are full, and several times slower. Nothing is changed on a GPU.
+started it, and on vLLM's CPU platform LoRA is computed by `lora_kernel.cpp` in place of the stock kernel, which is
+wrong for base-model rows when all LoRA slots are full, and several times slower. Nothing is changed on a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import os
 
 ENGINE_PID = "CLORA_ENGINE_PID"
 """Environment variable with the process id of the engine that started vLLM."""
+
+KERNEL = "CLORA_LORA_KERNEL"
+"""Environment variable with the path of the compiled LoRA kernel, on a CPU."""
 
 
 def register() -> None:
@@ -27,5 +30,5 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        kernel = "clora_engine.vllm_plugin.grouped_cpu.GroupedPunicaWrapper"
+        kernel = "clora_engine.vllm_plugin.cpu_wrapper.KernelPunicaWrapper"
         type(current_platform).get_punica_wrapper = classmethod(lambda cls: kernel)
