@@ -30,9 +30,10 @@ from types import TracebackType
 from typing import Any
 
 from clora_engine.adapter_files import BaseShapes, check_adapter
-from clora_engine.errors import EngineError, SamplerRestarted, TransientError, UserError
+from clora_engine.errors import EngineError, SamplerRestarted, TransientError
 from clora_engine.gate import Gate, GateStats, Seat
 from clora_engine.sampler_core import Adapter, Output, SamplerConfig, SamplerCore
+from clora_engine.sampler_request import check_request
 from clora_engine.sampler_selftest import self_test
 from clora_engine.sampler_supervisor import CoreSupervisor
 from clora_engine.types import Sample, SamplingParams, Version
@@ -43,10 +44,6 @@ from clora_engine.vllm_plugin.compat import check_vllm
 __all__ = ["Lease", "Sampler", "SamplerConfig", "SamplerStats", "VersionStats"]
 
 logger = logging.getLogger(__name__)
-
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""What vLLM samples with exactly; it would silently raise a lower temperature, and the log-probs with it."""
-
 
 BASE_TENANT = "(base model)"
 """At the gate, who samples from the base model; no experiment's uid has brackets."""
@@ -214,7 +211,9 @@ class Sampler:
         (SamplerBusy) or vLLM held it for too long (SamplerTimeout), SamplerRestarted when vLLM's core dies under it.
         Cancelling takes the requests out of the queue, or aborts them.
         """
-        prompt = self._check_request(prompt_ids, n, params)
+        assert self._base is not None, "start the sampler first"
+        limits = {"vocabulary": self._base.vocabulary, "max_model_len": self.config.max_model_len}
+        prompt = check_request(prompt_ids, n, params, **limits)
         tenant = lease.version.experiment if lease else BASE_TENANT
         rank = lease.rank if lease else self._gate.emptiest(self._leases)
         tokens = min(params.max_tokens, self.config.max_model_len - len(prompt))
@@ -356,27 +355,6 @@ class Sampler:
             except EngineError as error:
                 logger.error("%s is lost: %s", entry.name, error)
                 self._retire(self._table.abandon(entry))
-
-    def _check_request(self, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[int]:
-        """The prompt as vLLM wants it. vLLM checks ids against a tokenizer, which it is not given."""
-        assert self._base is not None, "start the sampler first"
-        if n < 1 or params.max_tokens < 1:
-            raise UserError("n and maxTokens must be at least 1", field="sampling.maxTokens")
-        if not (params.temperature == 0 or MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE):
-            raise UserError(
-                f"temperature {params.temperature} must be 0 (greedy) or in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE}]",
-                field="sampling.temperature",
-            )
-        if not 0 < len(prompt_ids) < self.config.max_model_len:
-            raise UserError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.config.max_model_len}",
-                reason="PromptTooLong" if prompt_ids else None,
-                field="data",
-            )
-        prompt = list(prompt_ids)
-        if min(prompt) < 0 or max(prompt) >= self._base.vocabulary:
-            raise UserError(f"token ids must be in [0, {self._base.vocabulary})", field="data")
-        return prompt
 
 
 def _adapter(entry: Entry) -> Adapter:

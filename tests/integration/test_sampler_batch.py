@@ -19,6 +19,8 @@ from tests.sampler_fixtures import GREEDY, Judge, make_model, prompt, publish, r
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
+HALF: Any = 1.5
+"""A number where an integer is due, as a caller without types may pass it."""
 PROMPTS = [prompt(seed) for seed in range(4)]
 TENANTS: dict[str, dict[str, Any]] = {
     "a": {"seed": 1, "rank": 8},
@@ -153,6 +155,15 @@ async def test_the_context_ends_a_sample(sampler: Sampler) -> None:
         ([1], 1, SamplingParams(temperature=0.001, max_tokens=4, stop_token_ids=()), "temperature 0.001"),
         ([1], 1, SamplingParams(temperature=float("nan"), max_tokens=4, stop_token_ids=()), "temperature nan"),
         ([1], 1, SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(9999,)), "stop"),
+        # what vLLM's core can't decode would end the thread that all its requests come through
+        ([1, HALF], 1, GREEDY, "ids must be integers"),
+        ([True], 1, GREEDY, "ids must be integers"),
+        ([1], HALF, GREEDY, "integers of at least 1"),
+        ([1], 1, SamplingParams(temperature=1.0, max_tokens=HALF, stop_token_ids=()), "integers of at least 1"),
+        ([1], 1, SamplingParams(temperature=1.0, max_tokens=2**70, stop_token_ids=()), "at most"),
+        ([1], 1, SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(HALF,)), "stop token ids"),
+        ([1], 1, SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(), seed=-1), "seed"),
+        ([1], 2, SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(), seed=2**63 - 1), "seed"),
     ],
 )
 async def test_an_impossible_request_fails_alone(
