@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from clora_api.v1alpha1.engine import Scheduling
 from clora_engine.errors import EngineError, TransientError
-from clora_engine.gate_queue import GateQueue, Ticket, TicketState
+from clora_engine.gate_queue import GateQueue, Ticket
 
 __all__ = ["Gate", "GateStats", "Seat"]
 
@@ -168,6 +168,9 @@ class Gate:
         for queue in self._queues:
             while self._is_open() and (ticket := queue.grant()) is not None:
                 seat = self._seats[ticket]
+                if seat.granted.cancelled():  # its owner was, and has not come to `leave` yet
+                    queue.take_back(ticket)
+                    continue
                 self._wait_seconds += self._now() - seat.since
                 seat.granted.set_result(None)
                 self._note(ticket.tenant)
@@ -176,7 +179,7 @@ class Gate:
         """There will be no core any more: whoever waits gets the error, and whoever comes."""
         self._ended = error
         for seat in list(self._seats.values()):
-            if seat.ticket.state is TicketState.WAITING:
+            if not seat.granted.done():
                 seat.granted.set_exception(EngineError(str(error), reason=error.reason))
                 seat.granted.exception()  # not every seat is waited for already
 

@@ -237,6 +237,13 @@ class GateQueue:
         self._limit_credit(tenant)
         self._forget_if_done(tenant)
 
+    def take_back(self, ticket: Ticket) -> None:
+        """A grant that came too late, for its owner has gone: nothing is charged."""
+        assert ticket.state is TicketState.GRANTED
+        self._pay(self._tenants[ticket.tenant], -ticket.charged)
+        self.granted -= 1
+        self.leave(ticket)
+
     # ------------------------------------------------------------------------------------------ inside
 
     def _choose(self) -> _Tenant | None:

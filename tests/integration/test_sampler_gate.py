@@ -70,7 +70,8 @@ class Crowd:
     async def cancel(self) -> None:
         for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        for outcome in await asyncio.gather(*self.tasks, return_exceptions=True):
+            assert not isinstance(outcome, Exception) or isinstance(outcome, SamplerRestarted), outcome
         self._lease.release()
 
 

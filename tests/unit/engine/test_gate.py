@@ -76,6 +76,21 @@ async def test_cancelled_at_the_moment_of_the_grant_it_gives_the_seat_back() -> 
     assert world.gate.stats().taken == 4
 
 
+async def test_a_grant_to_who_has_just_been_cancelled_goes_to_the_next_and_costs_nothing() -> None:
+    world = World()
+    seats = world.enter("a", 6)
+    waiting = [asyncio.ensure_future(_hold(world.gate, seat)) for seat in seats[4:]]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    world.gate.leave(seats[0])  # before the cancelled task has run
+    assert seats[5].granted.done()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[0]
+    await waiting[1]
+    stats = world.gate.stats()
+    assert (stats.taken, stats.queued, stats.granted) == (3, 0, 5)
+
+
 async def test_a_wait_that_is_too_long_is_given_up() -> None:
     world = World(queue_timeout_seconds=0.001)
     seats = world.enter("a", 5)
@@ -100,9 +115,11 @@ async def test_nothing_is_granted_while_the_core_is_down() -> None:
 
 async def test_when_no_core_will_come_who_waits_and_who_comes_is_told() -> None:
     world = World()
-    seats = world.enter("a", 5)
+    seats = world.enter("a", 6)
     waiting = asyncio.ensure_future(_hold(world.gate, seats[4]))
+    leaving = asyncio.ensure_future(_hold(world.gate, seats[5]))
     await asyncio.sleep(0)
+    leaving.cancel()
     world.gate.close(EngineError("the end", reason="SamplerUnavailable"))
     with pytest.raises(EngineError, match="the end") as caught:
         await waiting
