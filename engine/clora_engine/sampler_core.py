@@ -123,7 +123,7 @@ class SamplerCore:
 
         def build() -> AsyncLLM:
             args = engine_args(config, lora_modules)  # may look at the model's files, which may be gone
-            with _environment(config):
+            with process_environment(config):
                 return AsyncLLM.from_engine_args(args, stat_loggers=[_Gauges.factory(gauges)])
 
         building = asyncio.create_task(asyncio.to_thread(build))
@@ -309,7 +309,7 @@ def engine_args(config: SamplerConfig, lora_modules: tuple[str, ...]) -> AsyncEn
 
 
 @contextmanager
-def _environment(config: SamplerConfig) -> Iterator[None]:
+def process_environment(config: SamplerConfig) -> Iterator[None]:
     """The environment that vLLM's processes inherit; restored afterwards, with whatever vLLM itself added."""
     before = dict(os.environ)
     os.environ |= {ENGINE_PID: str(os.getpid()), "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
