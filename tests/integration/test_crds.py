@@ -93,6 +93,8 @@ def test_a_crd_is_structural_and_its_names_are_taken(kube: client.ApiClient, plu
     [
         ("lexp.spec.algorithm.estimator", "rewards normalised within each prompt's group"),
         ("lexp.spec.suspend", "nothing is lost"),
+        ("lexp.spec.weight", "twice the weight gets twice the tokens while the sampler is saturated"),
+        ("leng.spec.scheduling", "the experiment with the least work left over its weight first"),
         ("lexp.status.progress.percent", "Share of the steps made"),
         ("leng.spec.capacity.maxRank", "Highest LoRA rank"),
         ("leng.status.epoch", "The present life of the engine"),
@@ -118,6 +120,7 @@ def test_defaults_are_written_out(api: Api) -> None:
     assert spec["algorithm"]["learningRate"] == "1e-4"
     assert spec["algorithm"]["optimizer"]["epsilon"] == "1e-8"
     assert (spec["backoffLimit"], spec["deletionPolicy"], spec["suspend"]) == (3, "Retain", False)
+    assert spec["weight"] == 100
 
 
 # ------------------------------------------------------------------------------ refusals at creation
@@ -153,6 +156,8 @@ VOLUME = {"volume": "sets", "path": "a/b.jsonl"}
         ({"sampling": {"temperature": "hot"}}, "spec.sampling.temperature"),
         ({"engineSelector": {"matchLabels": {}}, "engineRef": None}, "spec.engineSelector.matchLabels"),
         ({"deletionPolicy": "Forget"}, "spec.deletionPolicy"),
+        ({"weight": 0}, "spec.weight"),
+        ({"weight": 1001}, "spec.weight"),
     ],
 )
 def test_an_experiment_is_refused(api: Api, changes: dict[str, Any], words: str) -> None:
@@ -169,6 +174,7 @@ def test_an_experiment_is_refused(api: Api, changes: dict[str, Any], words: str)
         ({"endpoint": "http://engine/path", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
         ({"endpoint": "file:///etc/passwd", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
         ({"capacity": {"maxRank": 17}}, "spec.capacity.maxRank"),
+        ({"scheduling": "First"}, 'supported values: "FairShare", "ShortestRemaining"'),
         ({"storage": {"existingClaim": "c", "storageClassName": "s"}}, "storageClassName has no effect"),
         ({"storage": {"size": "much"}}, "spec.storage.size"),
         ({"dataVolumes": [{"name": "a", "claimName": "x"}, {"name": "a", "claimName": "y"}]}, "Duplicate value"),
@@ -220,7 +226,9 @@ def test_init_from_cannot_go(api: Api) -> None:
 
 def test_what_can_change(api: Api) -> None:
     api.create()
-    changed = api.patch({"maxSteps": 20, "suspend": True, "algorithm": {"learningRate": "5e-4"}, "backoffLimit": 0})
+    changed = api.patch(
+        {"maxSteps": 20, "suspend": True, "algorithm": {"learningRate": "5e-4"}, "backoffLimit": 0, "weight": 300}
+    )
     assert changed["metadata"]["generation"] == 2
 
 

@@ -109,6 +109,20 @@ def test_suspend_keeps_everything_and_resume_goes_on(engine: EngineProcess) -> N
     assert [line["step"] for line in engine.metrics(uid)] == list(range(last + 1))
 
 
+def test_a_new_weight_is_taken_while_it_runs(engine: EngineProcess) -> None:
+    uid = new_uid()
+    before = engine.put(uid, rl_spec(maxSteps=1000)).json()
+    running = engine.wait(uid, lambda r: r.progress.step >= 1)
+    after = engine.put(uid, rl_spec(maxSteps=running.progress.step + 3, weight=1000))
+    assert after.status_code == 200
+    assert after.json()["specDigest"] != before["specDigest"]
+    report = engine.finish(uid)
+    waited = [line["wait_trainer_seconds"] + line["wait_sampler_seconds"] for line in engine.metrics(uid)[1:]]
+    assert len(waited) == report.progress.step
+    assert min(waited) >= 0.0
+    assert engine.put(new_uid(), rl_spec(weight=0)).status_code == 422
+
+
 def test_a_max_steps_below_the_step_reached_just_finishes(engine: EngineProcess) -> None:
     uid = new_uid()
     engine.put(uid, sft_spec(maxSteps=1000))
@@ -219,3 +233,11 @@ def test_metrics_page_counts_tokens_and_names_no_tenant(engine: EngineProcess) -
     assert float(generated.split()[1]) > 0
     assert uid not in page
     assert "team" not in page
+    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    gate = {name: float(values[f"clora_engine_sampler_{name}"]) for name in ("seats", "seats_taken", "queued")}
+    assert gate == {"seats": 32.0, "seats_taken": 0.0, "queued": 0.0}
+    charged = float(values["clora_engine_sampler_granted_tokens_total"])
+    prompts = float(values["clora_engine_sampler_prompt_tokens_total"])
+    cached = float(values["clora_engine_sampler_cached_prompt_tokens_total"])
+    assert charged >= float(values["clora_engine_sampler_generated_tokens_total"]) + prompts - cached
+    assert float(values["clora_engine_sampler_wait_seconds_total"]) >= 0.0

@@ -6,13 +6,19 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from clora_api.control import DesiredExperiment
+from clora_engine.config import EngineConfig
 from clora_engine.errors import CapacityError, SamplerRestarted, TransientError
+from clora_engine.experiment import Experiment
 from clora_engine.sampler import Sampler
+from clora_engine.training import Services
 from clora_engine.types import SamplingParams, Version
+from tests.engine_fixtures import rl_spec
 from tests.sampler_fixtures import (
     GREEDY,
     Judge,
@@ -24,11 +30,14 @@ from tests.sampler_fixtures import (
     sampler_config,
     until,
 )
+from tests.unit.engine.chat_fixtures import CHATML, tiny_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = prompt(0)
 SEATS = 32
+NO_TRAINER: Any = None
+"""Where nothing is trained."""
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -111,10 +120,21 @@ async def test_four_short_requests_beside_five_thousand_wait_for_nobody(sampler:
     await leave(sampler, "many", "few")
 
 
-async def test_tokens_follow_the_weights_also_when_they_change(sampler: Sampler) -> None:
-    for seed, (tenant, weight) in enumerate((("light", 100), ("heavy", 300))):
+async def test_tokens_follow_the_weights_of_experiments_also_when_they_change(sampler: Sampler, tmp_path: Path) -> None:
+    """The light one is an experiment as the control API makes them, whose weight is PUT anew under full queues."""
+    config = EngineConfig(model=str(sampler.config.model), storage=tmp_path, token_file=tmp_path / "token")
+    services = Services(config, NO_TRAINER, sampler, tiny_tokenizer(CHATML))
+
+    def desired(weight: int) -> DesiredExperiment:
+        return DesiredExperiment.model_validate(
+            {"uid": "light", "namespace": "team", "name": "light", "spec": rl_spec(weight=weight)}
+        )
+
+    experiment = Experiment(desired(100), services, 1, lambda: None)
+    experiment._tell_gate(await experiment._plan_now())
+    sampler.register("heavy", 300, 10_000)
+    for seed, tenant in enumerate(("light", "heavy")):
         await publish(sampler, Version(tenant, 0), seed=seed)
-        sampler.register(tenant, weight, 10_000)
     light, heavy = Crowd(sampler, "light"), Crowd(sampler, "heavy")
     for _ in range(1500):
         light.ask(PROMPT, greedy(16))
@@ -122,7 +142,7 @@ async def test_tokens_follow_the_weights_also_when_they_change(sampler: Sampler)
     await until(lambda: light.ended + heavy.ended >= 400)
     first = (light.ended, heavy.ended)
     assert first[1] / first[0] == pytest.approx(3, rel=0.25)
-    sampler.register("light", 900, 10_000)
+    experiment.update(desired(900))
     await until(lambda: light.ended + heavy.ended >= 800)
     assert (light.ended - first[0]) / (heavy.ended - first[1]) == pytest.approx(3, rel=0.25)
     await light.cancel()

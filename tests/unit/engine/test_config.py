@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from clora_api.v1alpha1.engine import Scheduling
 from clora_engine.config import EngineConfig, add_arguments, from_arguments, quantity
 from clora_engine.server.auth import TokenFile
 
@@ -26,6 +27,14 @@ def test_defaults_are_a_cpu_engine() -> None:
 def test_gpus_mean_bfloat16() -> None:
     config = parse("--sampler-gpus=4", "--data-parallel-size=4", "--trainer-gpus=1", "--model-name=x")
     assert (config.resolved_dtype, config.served_name) == ("bfloat16", "x")
+
+
+def test_scheduling_is_fair_unless_said_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse().scheduling is Scheduling.FAIR_SHARE
+    assert parse("--scheduling=ShortestRemaining").scheduling is Scheduling.SHORTEST_REMAINING
+    with pytest.raises(SystemExit):
+        parse("--scheduling=First")
+    assert "invalid" in capsys.readouterr().err
 
 
 def test_parallel_sizes_must_fit_the_gpus() -> None:

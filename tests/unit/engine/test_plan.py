@@ -55,6 +55,22 @@ def test_linear_schedule_ends_at_a_tenth(tmp_path: Path) -> None:
     assert rates == pytest.approx([1e-3, 1e-3 * (1 - 0.9 * 0.5), 1e-4])
 
 
+def test_work_left_is_measured_once_there_is_a_step_and_bounded_by_the_spec_before(tmp_path: Path) -> None:
+    made = build(
+        tmp_path,
+        desired(
+            algorithm={"promptsPerStep": 4, "groupSize": 8},
+            environment={"name": "WordProblems", "arguments": {"families": "kitchen"}, "maxTurns": 3},
+            sampling={"maxTokens": 40},
+        ),
+    )
+    assert made.remaining_tokens(0, None) == 10 * 4 * 8 * 3 * 40
+    assert made.remaining_tokens(4, 500.0) == 6 * 500
+    assert made.remaining_tokens(12, 500.0) == 0
+    supervised = build(tmp_path, desired(algorithm={"estimator": "SFT", "loss": "CrossEntropy"}))
+    assert supervised.remaining_tokens(0, None) == 0
+
+
 @pytest.mark.parametrize(
     ("spec", "field"),
     [

@@ -49,6 +49,12 @@ def test_the_command_line_of_the_defaults() -> None:
     ]
 
 
+def test_another_scheduling_is_another_pod_template() -> None:
+    of = ours(scheduling="ShortestRemaining")
+    assert "--scheduling=ShortestRemaining" in container(of)["args"]
+    assert digest(manifests(of)) != digest(manifests(ours()))
+
+
 @pytest.mark.parametrize(
     ("model", "argument"),
     [
