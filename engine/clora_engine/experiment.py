@@ -199,9 +199,10 @@ class Experiment:
         return plan
 
     def _tell_gate(self, plan: Plan) -> None:
-        """Weight and work left, for the sampler's gate."""
-        self._remaining = plan.remaining_tokens(self._step, self._step_tokens)
-        self._services.sampler.register(self.desired.uid, self.desired.spec.weight, self._remaining)
+        """Weight and work left, for the sampler's gate; one that never samples must not have seats set aside for it."""
+        if plan.samples:
+            self._remaining = plan.remaining_tokens(self._step, self._step_tokens)
+            self._services.sampler.register(self.desired.uid, self.desired.spec.weight, self._remaining)
 
     async def _load_start(self, plan: Plan) -> None:
         """The adapter's first weights: fresh, or those that initFrom names."""

@@ -6,14 +6,15 @@ queues n sequences, which take seats one by one. So a large n needs no n seats a
 and gives every seat back as soon as that sequence has ended.
 
 FairShare is deficit round robin (Shreedhar and Varghese, 1995). Each round gives every tenant with waiting sequences a
-credit (deficit) of `weight` tokens; whose credit covers the cost of his head gets the next seat and pays. The cost is
-an estimate, generated tokens (the tenant's mean so far, at most max_tokens, which is also where it starts) plus the
-tokens of a prompt that the prefix cache does not save (for the first sequence of a request: the others share it). When
-the sequence ends, the difference to what it took is settled; one that is aborted stays charged, for vLLM doesn't say
-what it took. Credit of who has nothing waiting is lost; debts stay, and are paid off by the rounds that pass. Credit is
-at most what one's share of the seats costs: estimates that were too high are paid back, and while a tenant was alone
-the rounds that paid for them cost nobody anything. So over any time in which two tenants have sequences waiting, their
-tokens over weight differ by what their deficits can differ by, which the length of that time does not change.
+credit (deficit) of `weight` tokens; a tenant whose credit covers the cost of its head gets the next seat, and pays. The
+cost is counted in tokens generated and tokens of a prompt computed, and estimated: the tenant's mean so far, at most
+max_tokens plus, for the first sequence of a request, its prompt (the others find that in the prefix cache), which is
+also where it starts. When the sequence ends, the difference to what it took is settled; one that is aborted stays
+charged, for vLLM doesn't say what it took.
+A tenant with nothing waiting loses its credit and keeps its debt, which the rounds that pass pay off. Credit is limited
+to what a share of the seats costs: where an estimate was too high, the rounds that paid for it may have been those of a
+tenant that was alone, and cost nobody anything. So over any time in which two tenants have sequences waiting, their
+tokens over weight differ by no more than their deficits can, however long that time is.
 
 ShortestRemaining serves first who has the least work left, in tokens over weight. Ageing: a head that has been passed
 by for more than PATIENCE times its tenant's own work is served first (the one passed by longest), so that it waits for
@@ -22,11 +23,11 @@ Less patience, or an age that counts from the first token on, would turn equal t
 this policy is there to avoid.
 
 Sequences that run are not taken back; so that a newcomer need not wait for one to end, seats are set aside. Every
-tenant that is registered or has sequences here has a share, its part of the seats by weight, at least one. Who has its
-share already leaves free what others have not taken of theirs, up to a quarter of all seats; others take these without
-waiting for their turn, but pay: who owes more than its share of sequences waits, and nothing is set aside for him. A
-tenant that is registered alone has all seats; beside idle ones, three quarters at least; and more than a quarter is
-never free while anybody waits.
+tenant that is registered or has sequences here has a share, its part of the seats by weight, at least one. Whoever has
+its share leaves free what others have not taken of theirs, up to a quarter of all seats (at least one); the others take
+these without waiting for their turn, but pay. One that owes more than its share of sequences waits for its turn, and
+nothing is set aside for it. A tenant that is registered alone has all seats; beside idle ones, three quarters at
+least; and more than a quarter is never free while anybody waits.
 
 Left out: futures, time-outs and seconds (gate.py). Shares hold on each rank by itself: leases go to the emptiest.
 """
@@ -58,8 +59,8 @@ class TicketState(Enum):
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One sequence. Only the queue writes to it. `charged` tokens; `priority` among vLLM's (lower first), once it is
-    granted."""
+    """One sequence. Only the queue writes to it. prompt_tokens: 0 where the prefix cache will hold the prompt. Once it
+    is granted: `charged` tokens, and the `priority` among vLLM's requests (lower is first)."""
 
     tenant: str
     max_tokens: int
@@ -93,8 +94,8 @@ class _Tenant:
         head = next(iter(self.waiting), None)
         if head is None:
             return self.last_cost
-        tokens = head.max_tokens if self.mean is None else min(head.max_tokens, round(self.mean))
-        return max(1, tokens + head.prompt_tokens)
+        most = head.max_tokens + head.prompt_tokens
+        return most if self.mean is None else max(1, min(most, round(self.mean)))
 
     def work(self) -> float:
         """Tokens of work left, at the default weight; what waits, if nobody told."""
@@ -112,6 +113,7 @@ class _Tenant:
         return max(0, self.share - self.taken) if self.deficit + self.share * self.cost() > 0 else 0
 
     def observe(self, tokens: int) -> None:
+        """A sequence has taken so many tokens."""
         self.ended = min(self.ended + 1, MEAN_OVER)
         mean = tokens if self.mean is None else self.mean
         self.mean = mean + (tokens - mean) / self.ended
@@ -231,7 +233,7 @@ class GateQueue:
             tenant.taken -= 1
             self.taken -= 1
             if generated is not None:
-                tenant.observe(generated)
+                tenant.observe(generated + prompt)
                 self._pay(tenant, generated + prompt - ticket.charged)
         ticket.state = TicketState.GONE
         self._limit_credit(tenant)

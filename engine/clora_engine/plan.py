@@ -39,6 +39,11 @@ class Plan:
         return self.spec.algorithm.estimator is Estimator.SFT
 
     @property
+    def samples(self) -> bool:
+        """Whether it draws any tokens: supervised fine-tuning does so only to evaluate."""
+        return not self.supervised or bool(self.data.held_out)
+
+    @property
     def temperature(self) -> float:
         return number(self.spec.sampling.temperature)
 

@@ -67,8 +67,11 @@ def test_work_left_is_measured_once_there_is_a_step_and_bounded_by_the_spec_befo
     assert made.remaining_tokens(0, None) == 10 * 4 * 8 * 3 * 40
     assert made.remaining_tokens(4, 500.0) == 6 * 500
     assert made.remaining_tokens(12, 500.0) == 0
-    supervised = build(tmp_path, desired(algorithm={"estimator": "SFT", "loss": "CrossEntropy"}))
-    assert supervised.remaining_tokens(0, None) == 0
+    assert made.samples
+    sft = {"estimator": "SFT", "loss": "CrossEntropy"}
+    supervised = build(tmp_path, desired(algorithm=sft))
+    assert (supervised.samples, supervised.remaining_tokens(0, None)) == (False, 0)
+    assert build(tmp_path, desired(algorithm=sft, evaluation={"examples": 2})).samples
 
 
 @pytest.mark.parametrize(
