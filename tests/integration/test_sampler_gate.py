@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from clora_api.control import DesiredExperiment
+from clora_api.v1alpha1.engine import Scheduling
 from clora_engine.config import EngineConfig
 from clora_engine.errors import CapacityError, SamplerRestarted, TransientError
 from clora_engine.experiment import Experiment
@@ -148,6 +149,29 @@ async def test_tokens_follow_the_weights_of_experiments_also_when_they_change(sa
     await light.cancel()
     await heavy.cancel()
     await leave(sampler, "light", "heavy")
+
+
+async def test_shortest_remaining_serves_less_work_first(model: Path, tmp_path: Path) -> None:
+    config = sampler_config(model, tmp_path / "root", max_num_seqs=4, scheduling=Scheduling.SHORTEST_REMAINING)
+    async with running_sampler(config) as sampler:
+        for seed, (tenant, work) in enumerate((("long", 100_000), ("short", 200))):
+            await publish(sampler, Version(tenant, 0), seed=seed)
+            sampler.register(tenant, 100, work)
+        order: list[str] = []
+        long, short = Crowd(sampler, "long", order), Crowd(sampler, "short", order)
+        for _ in range(40):
+            long.ask(PROMPT, greedy(16))
+        await until(lambda: long.ended >= 3)
+        before = len(order)
+        for _ in range(12):
+            short.ask(PROMPT, greedy(16))
+        await asyncio.gather(*short.tasks)
+        # three of four seats are short's as soon as those that ran on them have ended: 12 in four turns
+        assert order[before:].count("long") <= 3 + 4 + 1
+        await asyncio.gather(*long.tasks)
+        await long.cancel()
+        await short.cancel()
+        await leave(sampler, "long", "short")
 
 
 async def test_cancelling_frees_seats_and_places_in_the_queue(sampler: Sampler, model: Path) -> None:
