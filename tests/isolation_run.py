@@ -24,9 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
+from clora_engine.errors import SamplerRestarted
 from clora_engine.sampler import Lease, Sampler, SamplerConfig
 from clora_engine.types import Sample, SamplingParams, Version
-from tests.sampler_fixtures import Judge, base_shapes, of_tokens, sampler_config, write_adapter
+from tests.sampler_fixtures import Judge, base_shapes, kill_core, of_tokens, sampler_config, write_adapter
 
 TIE = 1e-4
 """Logits closer than this may be ordered either way by two correct implementations in float32."""
@@ -37,8 +38,9 @@ JUDGED_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """requests: calls of `sample`, of one or more samples each. `strength` of the adapters must make any two of them,
-    and the base model, differ at once; it depends on the model."""
+    """requests: calls of `sample`, of one or more samples each. strengths: of adapters on all kinds of layers and on
+    some; any two adapters, and the base model, must differ at once, which depends on the model. kill_at: after how many
+    requests vLLM's core is killed."""
 
     requests: int
     seed: int
@@ -49,6 +51,7 @@ class Traffic:
     publish_share: float = 0.12
     retire_share: float = 0.02
     cancel_share: float = 0.02
+    kill_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Recording:
     answers: list[Answer] = field(default_factory=list)
     requests: int = 0
     cancelled: int = 0
+    restarted: int = 0
     publishes: int = 0
     retirements: int = 0
     full: int = 0
@@ -84,6 +88,7 @@ class IsolationReport:
     requests         finished calls of `sample`
     mismatches       samples with a token that their version alone would not have given, or a log-prob too far away
     mismatched       the versions of these
+    cancelled        groups that were cancelled; restarted: that ended with vLLM's core
     excused          greedy samples that differ, but only at a tie
     alike            pairs of versions that some first prompt does not tell apart within 4 tokens: must be 0, or the run
                      proves little
@@ -105,6 +110,7 @@ class IsolationReport:
     publishes: int
     retirements: int
     cancelled: int
+    restarted: int
     full_share: float
     seconds: float
 
@@ -148,7 +154,7 @@ class _Driver:
         self._latest: dict[str, Version] = {}
         self._groups: set[asyncio.Task[None]] = set()
         self._publishes: dict[asyncio.Task[None], str] = {}
-        self._asked = 0
+        self._asked, self._kill_at = 0, traffic.kill_at
 
     async def run(self) -> None:
         self._copies.mkdir(parents=True)
@@ -159,6 +165,9 @@ class _Driver:
             ended, _ = await asyncio.wait([*self._groups, *self._publishes], return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 self._end(task)
+            if self._kill_at is not None and self.recording.requests >= self._kill_at:
+                self._kill_at = None
+                kill_core()
             self.recording.looks += 1
             self.recording.full += self._sampler.stats().free_slots == 0
 
@@ -180,6 +189,8 @@ class _Driver:
         self._groups.discard(task)
         if task.cancelled():
             self.recording.cancelled += 1
+        elif isinstance(task.exception(), SamplerRestarted):
+            self.recording.restarted += 1
         else:
             task.result()
         chance = self._draw.random
@@ -240,7 +251,7 @@ class _Driver:
             params = SamplingParams(temperature, draw.randint(DISTINCT_TOKENS, MOST_TOKENS), ())
             try:
                 samples = await self._sampler.sample(lease, history, draw.randint(1, MOST_SAMPLES), params)
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, SamplerRestarted):
                 self._asked -= turns - turn  # others ask in its place
                 raise
             self.recording.requests += 1
@@ -288,6 +299,7 @@ def judge(model: Path, recording: Recording, *, logprob_tolerance: float = 1e-3)
         publishes=recording.publishes,
         retirements=recording.retirements,
         cancelled=recording.cancelled,
+        restarted=recording.restarted,
         full_share=recording.full / recording.looks,
         seconds=recording.seconds,
     )

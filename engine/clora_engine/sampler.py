@@ -20,7 +20,7 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -121,6 +121,7 @@ class Sampler:
         )
         self._following: asyncio.Task[None] | None = None
         self._unloading: set[asyncio.Task[None]] = set()
+        self._second_load = asyncio.Lock()
         self._leases: Counter[int] = Counter()  # held, by rank
         self._directories = count()
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
@@ -164,25 +165,28 @@ class Sampler:
         """Load an adapter and make it its experiment's latest version. Owns `directory`, a PEFT directory directly
         below the versions root, from here on: it is removed with the version, or when publishing fails.
 
-        Waits while all slots are taken by versions that are still leased. Raises UserError (InvalidAdapter) for an
-        adapter that does not fit, CapacityError when no slot can come free, EngineError when vLLM does not load it;
-        then nothing has changed. A core that dies meanwhile is waited for.
+        Waits while all slots are taken by versions that are still leased. Of publishes at once, the last one asked for
+        is the latest. Raises UserError (InvalidAdapter) for an adapter that does not fit, CapacityError when no slot
+        can come free, EngineError when vLLM does not load it, or when the experiment is dropped meanwhile; then nothing
+        has changed. A core that dies meanwhile is waited for, once if it dies while it loads this adapter.
         """
-        if directory.parent != self.config.versions_root:
+        if directory.parent != self.config.versions_root or directory.name == "..":
             raise EngineError(f"{directory.name} is not directly below the sampler's versions root")
         assert self._base is not None, "start the sampler first"
-        entry: Entry | None = None
+        entry = self._table.announce(version, directory)
         try:
             await asyncio.to_thread(check_adapter, directory, self._base, self.config.max_lora_rank)
-            entry = await self._reserve(version, directory)
+            while not self._table.reserve(entry):
+                await self._supervisor.change()
             await self._load(entry)
+            retired = self._table.commit(entry)
         except BaseException:
-            if entry is None:
+            unloading = self._table.abandon(entry)
+            self._retire(unloading)
+            if not unloading:
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-            else:
-                self._retire(self._table.abandon(entry))
             raise
-        self._retire(self._table.commit(entry))
+        self._retire(retired)
         self._supervisor.notify()
         logger.info("published %s as %d", version, entry.lora_id)
 
@@ -197,6 +201,7 @@ class Sampler:
         """Retire all versions of an experiment and forget it at the gate; what is leased or sampled goes last."""
         self._gate.remove(experiment)
         self._retire(self._table.drop(experiment))
+        self._supervisor.notify()
 
     # ------------------------------------------------------------------------------------------ sampling
 
@@ -306,18 +311,30 @@ class Sampler:
         except EngineError as ended:
             self._gate.close(ended)
 
-    async def _reserve(self, version: Version, directory: Path) -> Entry:
-        while (entry := self._table.reserve(version, directory)) is None:
-            await self._supervisor.change()
-        return entry
-
     async def _load(self, entry: Entry) -> None:
-        while True:
-            core = await self._supervisor.running()
+        """Into the running core. An adapter under whose load the core died is tried once more, with no other such
+        beside it: what kills the core again is then known, and refused before the sampler gives up."""
+        try:
+            return await self._with_core(lambda core: core.load(_adapter(entry)))
+        except SamplerRestarted:
+            logger.warning("vLLM's core died while it loaded %s", entry.name)
+        async with self._second_load:
             try:
-                return await core.load(_adapter(entry))
-            except SamplerRestarted:
-                await asyncio.sleep(0)  # let the supervisor see it
+                await self._with_core(lambda core: core.load(_adapter(entry)))
+            except SamplerRestarted as error:
+                raise EngineError(
+                    f"vLLM's core died twice while it loaded {entry.version}", reason="InvalidAdapter"
+                ) from error
+
+    async def _with_core(self, call: Callable[[SamplerCore], Awaitable[None]]) -> None:
+        """Raises SamplerRestarted when the core dies meanwhile, and not before the supervisor knows."""
+        core = await self._supervisor.running()
+        try:
+            await call(core)
+        except SamplerRestarted:
+            await core.died()
+            await asyncio.sleep(0)
+            raise
 
     def _retire(self, entries: tuple[Entry, ...]) -> None:
         for entry in entries:
@@ -330,12 +347,11 @@ class Sampler:
         version too many, for which vLLM would evict another."""
         try:
             while True:
-                core = await self._supervisor.running()
                 try:
-                    await core.unload(entry.lora_id)
+                    await self._with_core(lambda core: core.unload(entry.lora_id))
                     break
                 except SamplerRestarted:
-                    await asyncio.sleep(0)
+                    continue
         except EngineError as ended:
             logger.debug("not unloading %s: %s", entry.name, ended)
         except Exception:

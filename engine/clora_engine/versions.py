@@ -2,12 +2,14 @@
 
 A version takes one LoRA slot from `reserve` until `removed`. Its life:
 
-    reserve -> LOADING -> commit -> LIVE (the latest of its experiment)
-                                      | a newer version is committed, or the experiment is dropped
-                                      v
-                                    RETIRED -> (no lease, no request in flight) -> UNLOADING -> removed
+    announce -> WAITING -> reserve -> LOADING -> commit -> LIVE (the latest of its experiment)
+                                                             | a newer version is committed, or the experiment dropped
+                                                             v
+                                                           RETIRED -> (no lease or request) -> UNLOADING -> removed
 
-LOST is RETIRED that can't be sampled from: loading it failed, for the first time or after a restart.
+The latest is the one that was announced last, in whatever order they are loaded. What an experiment has not committed
+when it is dropped can't be committed any more. LOST is RETIRED that can't be sampled from: loading it failed, for the
+first time or after a restart.
 The table decides nothing about waiting, vLLM or files: those are the sampler's. One version may be published twice
 (a step that was rolled back and trained again), so identity is the `lora_id`, which is never used again.
 """
@@ -26,6 +28,7 @@ FIRST_LORA_ID = 10_001
 
 
 class State(Enum):
+    WAITING = "waiting"
     LOADING = "loading"
     LIVE = "live"
     RETIRED = "retired"
@@ -36,12 +39,13 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One version in one slot. `leases` counts trajectory groups, `in_flight` requests. Only the table writes to it."""
+    """One version. `leases` counts trajectory groups, `in_flight` requests. Only the table writes to it."""
 
     version: Version
     directory: Path
     lora_id: int
-    state: State = State.LOADING
+    state: State = State.WAITING
+    dropped: bool = False
     leases: int = 0
     in_flight: int = 0
 
@@ -61,6 +65,7 @@ class VersionTable:
     UNLOADING from then on and keep their slots until `removed`."""
 
     slots: int
+    _waiting: dict[int, Entry] = field(default_factory=dict)
     _entries: dict[int, Entry] = field(default_factory=dict)
     _latest: dict[str, Entry] = field(default_factory=dict)
     _next_id: int = FIRST_LORA_ID
@@ -77,31 +82,47 @@ class VersionTable:
         """What a new core must hold before it serves: every version that can still be asked for."""
         return tuple(e for e in self._entries.values() if e.state in (State.LIVE, State.RETIRED))
 
-    def reserve(self, version: Version, directory: Path) -> Entry | None:
-        """Take a slot for a version about to be loaded. None: all slots are taken, but waiting will free one.
-        Raises CapacityError when waiting would not help, for every slot holds an experiment's latest version."""
+    def announce(self, version: Version, directory: Path) -> Entry:
+        """A version that is about to be published; it takes no slot yet. Raises EngineError when another version lies
+        in that directory."""
+        if any(e.directory == directory for e in (*self._waiting.values(), *self._entries.values())):
+            raise EngineError(f"another version was published from {directory.name}")
+        entry = self._waiting[self._next_id] = Entry(version, directory, self._next_id)
+        self._next_id += 1
+        return entry
+
+    def reserve(self, entry: Entry) -> bool:
+        """Take a slot. False: all slots are taken, but waiting will free one. Raises CapacityError when waiting would
+        not help, for every slot holds an experiment's latest version, and EngineError as `commit`."""
+        assert entry.state is State.WAITING
+        self._check_wanted(entry)
         if self.free <= 0:
             if all(e.state is State.LIVE for e in self._entries.values()):
                 raise CapacityError(
                     f"all {self.slots} sampler slots hold the latest version of an experiment: "
                     "give the sampler more slots, or fewer experiments"
                 )
-            return None
-        entry = Entry(version, directory, self._next_id)
-        self._next_id += 1
-        self._entries[entry.lora_id] = entry
-        return entry
+            return False
+        entry.state = State.LOADING
+        self._entries[entry.lora_id] = self._waiting.pop(entry.lora_id)
+        return True
 
     def commit(self, entry: Entry) -> tuple[Entry, ...]:
-        """The version is loaded everywhere: from now on new leases of its experiment get it."""
+        """The version is loaded everywhere: from now on new leases of its experiment get it, unless they already get
+        one that was announced later. Raises EngineError when the experiment was dropped meanwhile."""
         assert entry.state is State.LOADING
+        self._check_wanted(entry)
+        latest = self._latest.get(entry.version.experiment)
+        if latest is not None and latest.lora_id > entry.lora_id:
+            return self._retire(entry)
         entry.state = State.LIVE
-        previous = self._latest.get(entry.version.experiment)
         self._latest[entry.version.experiment] = entry
-        return self._retire(previous)
+        return self._retire(latest)
 
     def abandon(self, entry: Entry) -> tuple[Entry, ...]:
-        """The version could not be loaded (or, on a restart, not be loaded again)."""
+        """The version is not published after all, or could not be loaded again on a restart."""
+        if self._waiting.pop(entry.lora_id, None):
+            entry.state = State.REMOVED
         if self._latest.get(entry.version.experiment) is entry:
             del self._latest[entry.version.experiment]
         if entry.state in (State.UNLOADING, State.REMOVED):
@@ -141,7 +162,10 @@ class VersionTable:
         return self._collect(entry)
 
     def drop(self, experiment: str) -> tuple[Entry, ...]:
-        """No new lease of this experiment; what is leased stays until it is released."""
+        """No new lease of this experiment. What is leased stays until it is released; what is not committed yet can't
+        be any more."""
+        for entry in (*self._waiting.values(), *self._entries.values()):
+            entry.dropped = entry.dropped or entry.version.experiment == experiment
         return self._retire(self._latest.pop(experiment, None))
 
     def removed(self, entry: Entry) -> None:
@@ -150,6 +174,10 @@ class VersionTable:
         assert entry.idle
         entry.state = State.REMOVED
         del self._entries[entry.lora_id]
+
+    def _check_wanted(self, entry: Entry) -> None:
+        if entry.dropped:
+            raise EngineError(f"the experiment was dropped while {entry.version} was being published", reason="Dropped")
 
     def _retire(self, entry: Entry | None) -> tuple[Entry, ...]:
         if entry is None:

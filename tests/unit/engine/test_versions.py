@@ -29,6 +29,7 @@ class Versions(RuleBasedStateMachine):
     """Publishes, leases, requests, drops and losses in any order. `current` is what a lease must give, by the events
     alone; `held` and `busy` count what the table must not let go."""
 
+    waiting: Bundle[Entry] = Bundle("waiting")
     loading: Bundle[Entry] = Bundle("loading")
     leases: Bundle[Entry] = Bundle("leases")
     requests: Bundle[Entry] = Bundle("requests")
@@ -40,6 +41,9 @@ class Versions(RuleBasedStateMachine):
         self.current: dict[str, Entry] = {}
         self.held: list[Entry] = []
         self.busy: list[Entry] = []
+        self.loaded: list[Entry] = []
+        self.dropped: list[Entry] = []
+        self.announced: list[Entry] = []
         self.unloading: list[Entry] = []
         self.ids: set[int] = set()
 
@@ -51,30 +55,51 @@ class Versions(RuleBasedStateMachine):
             assert entry not in self.unloading
         self.unloading += entries
 
-    @rule(target=loading, experiment=EXPERIMENTS)
-    def reserve(self, experiment: str) -> MultipleResults[Entry] | Entry:
-        full = len(self.table.entries) == 3
-        hopeless = full and all(e in self.current.values() for e in self.table.entries)
-        if hopeless:
-            with pytest.raises(CapacityError):
-                self.table.reserve(Version(experiment, self.step), Path("x"))
-            return multiple()
-        entry = self.table.reserve(Version(experiment, self.step), Path("x"))
-        assert (entry is None) == full
-        if entry is None:
-            return multiple()
+    @rule(target=waiting, experiment=EXPERIMENTS)
+    def announce(self, experiment: str) -> Entry:
+        self.step += 1
+        entry = self.table.announce(Version(experiment, self.step), Path(str(self.step)))
         assert entry.lora_id not in self.ids
         self.ids.add(entry.lora_id)
-        self.step += 1
+        self.announced.append(entry)
         return entry
+
+    @rule(target=loading, entry=consumes(waiting))
+    def reserve(self, entry: Entry) -> MultipleResults[Entry] | Entry:
+        full = len(self.table.entries) == 3
+        if entry in self.dropped:
+            with pytest.raises(EngineError, match="was dropped"):
+                self.table.reserve(entry)
+        elif full and all(e in self.current.values() for e in self.table.entries):
+            with pytest.raises(CapacityError):
+                self.table.reserve(entry)
+        elif self.table.reserve(entry):
+            assert not full
+            self.loaded.append(entry)
+            return entry
+        else:
+            assert full
+        assert self.table.abandon(entry) == ()  # it had no slot
+        return multiple()
 
     @rule(entry=consumes(loading))
     def commit(self, entry: Entry) -> None:
-        self.current[entry.version.experiment] = entry
-        self.free(self.table.commit(entry))
+        self.loaded.remove(entry)
+        latest = self.current.get(entry.version.experiment)
+        if entry in self.dropped:
+            with pytest.raises(EngineError, match="was dropped"):
+                self.table.commit(entry)
+            self.free(self.table.abandon(entry))
+        elif latest is not None and latest.lora_id > entry.lora_id:
+            self.free(self.table.commit(entry))
+            assert entry in self.unloading
+        else:
+            self.current[entry.version.experiment] = entry
+            self.free(self.table.commit(entry))
 
     @rule(entry=consumes(loading))
     def load_fails(self, entry: Entry) -> None:
+        self.loaded.remove(entry)
         self.free(self.table.abandon(entry))
         assert entry in self.unloading
 
@@ -112,6 +137,7 @@ class Versions(RuleBasedStateMachine):
     @rule(experiment=EXPERIMENTS)
     def drop(self, experiment: str) -> None:
         self.current.pop(experiment, None)
+        self.dropped += [entry for entry in self.announced if entry.version.experiment == experiment]
         self.free(self.table.drop(experiment))
 
     @precondition(lambda self: self.table.to_load())
@@ -136,8 +162,8 @@ class Versions(RuleBasedStateMachine):
         assert all(e.state is State.LIVE for e in self.current.values())
         assert {id(e) for e in entries if e.state is State.UNLOADING} == set(map(id, self.unloading))
         # nothing lingers: what no lease, request or experiment needs is on its way out
-        needed = set(map(id, [*self.held, *self.busy, *self.current.values(), *self.unloading]))
-        assert all(id(e) in needed or e.state is State.LOADING for e in entries)
+        needed = set(map(id, [*self.held, *self.busy, *self.current.values(), *self.unloading, *self.loaded]))
+        assert all(id(e) in needed for e in entries)
 
 
 Versions.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -145,10 +171,14 @@ TestVersions = Versions.TestCase
 
 
 def published(table: VersionTable, experiment: str, step: int) -> Entry:
-    entry = table.reserve(Version(experiment, step), Path(f"{experiment}{step}"))
-    assert entry is not None
+    entry = announced(table, experiment, step)
+    assert table.reserve(entry)
     table.commit(entry)
     return entry
+
+
+def announced(table: VersionTable, experiment: str, step: int) -> Entry:
+    return table.announce(Version(experiment, step), Path(f"{experiment}{step}-{len(table.entries)}"))
 
 
 def test_a_step_that_is_published_twice_has_two_names() -> None:
@@ -167,7 +197,7 @@ def test_only_versions_that_can_be_asked_for_are_loaded_again() -> None:
     new = published(table, "e", 1)
     gone = published(table, "f", 0)
     table.drop("f")
-    table.reserve(Version("g", 0), Path("g"))
+    table.reserve(announced(table, "g", 0))
     assert gone.state is State.UNLOADING
     assert table.to_load() == (old, new)
 
@@ -177,9 +207,17 @@ def test_full_of_latest_versions_is_said_at_once_and_full_of_leased_ones_is_wait
     published(table, "e", 0)
     table.lease("e")
     published(table, "e", 1)
-    assert table.reserve(Version("e", 2), Path("x")) is None
+    assert not table.reserve(announced(table, "e", 2))
     table = VersionTable(slots=2)
     published(table, "e", 0)
     published(table, "f", 0)
     with pytest.raises(CapacityError, match="more slots"):
-        table.reserve(Version("e", 1), Path("x"))
+        table.reserve(announced(table, "e", 1))
+
+
+def test_two_versions_never_share_a_directory() -> None:
+    """The first to go would remove the other's files, and a core that is restarted would load the wrong ones."""
+    table = VersionTable(slots=2)
+    table.announce(Version("e", 0), Path("x"))
+    with pytest.raises(EngineError, match="another version was published from x"):
+        table.announce(Version("f", 0), Path("x"))
