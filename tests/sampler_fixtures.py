@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from clora_engine.adapter_files import CONFIG_FILE, WEIGHTS_FILE, BaseShapes
+from clora_engine.adapter_files import BaseShapes
+from clora_engine.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from clora_engine.sampler import Sampler, SamplerConfig
 from clora_engine.types import SamplingParams, Version
 

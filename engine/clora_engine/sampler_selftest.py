@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from clora_engine.adapter_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, BaseShapes
+from clora_engine.adapter_files import BaseShapes
 from clora_engine.errors import EngineError
+from clora_engine.peft_files import CONFIG_FILE, WEIGHTS_FILE, weight_key
 from clora_engine.sampler_core import Adapter, SamplerConfig, SamplerCore
 from clora_engine.types import Sample, SamplingParams
 
@@ -144,7 +145,7 @@ def _make_adapters(root: Path, number: int, max_rank: int, base: BaseShapes, str
             inputs, outputs = base.linear[name]
             a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
             b = torch.randn(outputs, rank, generator=generator) * strength / rank**0.5
-            tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+            tensors |= {weight_key(name, "lora_A"): a, weight_key(name, "lora_B"): b}
         directories.append(root / str(i))
         directories[-1].mkdir(parents=True)
         save_file(tensors, directories[-1] / WEIGHTS_FILE)

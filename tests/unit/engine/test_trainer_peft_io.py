@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from clora_engine.errors import CheckpointError, EngineError, UserError
-from clora_engine.peft_io import ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE, read_config
+from clora_engine.peft_files import CONFIG_FILE, WEIGHTS_FILE
+from clora_engine.peft_io import OPTIMIZER_FILE, read_config
 from clora_engine.trainer import Trainer
 from clora_engine.types import AdamParams, LoraConfig
 from tests.numerics.tiny import tiny_trainer
@@ -36,8 +37,8 @@ def saved(trainer: Trainer, tmp_path: Path) -> Path:
 
 
 def test_what_is_written(saved: Path) -> None:
-    assert sorted(path.name for path in saved.iterdir()) == [CONFIG_FILE, ADAPTER_FILE, OPTIMIZER_FILE]
-    tensors = load_file(saved / ADAPTER_FILE)
+    assert sorted(path.name for path in saved.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE]
+    tensors = load_file(saved / WEIGHTS_FILE)
     assert len(tensors) == 8
     assert (tensors[KEY].shape, tensors[KEY].dtype) == ((4, 48), torch.float32)
     optimizer = load_file(saved / OPTIMIZER_FILE)
@@ -112,11 +113,11 @@ def change_tensor(path: Path, key: str, value: Tensor | None) -> None:
 @pytest.mark.parametrize(
     ("file", "key", "value", "message"),
     [
-        (ADAPTER_FILE, KEY, None, f"tensor {KEY} is missing"),
-        (ADAPTER_FILE, "foreign", torch.zeros(1), "tensor foreign belongs to no target module"),
-        (ADAPTER_FILE, KEY, torch.zeros(4, 47), "has shape"),
-        (ADAPTER_FILE, KEY, torch.zeros(4, 48, dtype=torch.int8), "has dtype I8"),
-        (ADAPTER_FILE, KEY, torch.full((4, 48), math.nan), f"tensor {KEY} is not finite"),
+        (WEIGHTS_FILE, KEY, None, f"tensor {KEY} is missing"),
+        (WEIGHTS_FILE, "foreign", torch.zeros(1), "tensor foreign belongs to no target module"),
+        (WEIGHTS_FILE, KEY, torch.zeros(4, 47), "has shape"),
+        (WEIGHTS_FILE, KEY, torch.zeros(4, 48, dtype=torch.int8), "has dtype I8"),
+        (WEIGHTS_FILE, KEY, torch.full((4, 48), math.nan), f"tensor {KEY} is not finite"),
         (OPTIMIZER_FILE, f"exp_avg.{KEY}", torch.full((4, 48), math.inf), "is not finite"),
         (OPTIMIZER_FILE, f"exp_avg_sq.{KEY}", None, "is missing"),
         (OPTIMIZER_FILE, f"grad.{KEY}", torch.zeros(4, 48), "tensor grad.*is missing"),
@@ -136,9 +137,9 @@ def test_damaged_tensors_are_named(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (ADAPTER_FILE, None, "is missing"),
-        (ADAPTER_FILE, b"\x80\x05pickled", "not a readable safetensors file"),
-        (CONFIG_FILE, None, "cannot be read"),
+        (WEIGHTS_FILE, None, "is missing"),
+        (WEIGHTS_FILE, b"\x80\x05pickled", "not a readable safetensors file"),
+        (CONFIG_FILE, None, "is missing"),
         (CONFIG_FILE, b"{", "is not JSON"),
         (CONFIG_FILE, b"[]", "not a JSON object"),
         (CONFIG_FILE, b"[" * 100_000, "is not JSON"),
