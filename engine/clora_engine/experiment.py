@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from clora_api.control import (
     ExperimentReport,
     Phase,
     ReportedCheckpoint,
-    ReportedProgress,
     RunMode,
     spec_digest,
 )
@@ -35,16 +33,11 @@ from clora_engine import plan as planning
 from clora_engine.errors import CheckpointError, EngineError, TrainerDied, UserError
 from clora_engine.journal import Commit, Journal
 from clora_engine.plan import Plan
+from clora_engine.progress import Progress
 from clora_engine.training import Services, StepOutcome, Training
 
 log = logging.getLogger(__name__)
 
-# Of a step's line of metrics, what is shown in .status.progress.metrics (at most 16).
-SHOWN = (
-    *("reward_mean", "reward_std", "groups_without_spread", "completion_tokens_mean", "truncated", "eval_accuracy"),
-    *("loss", "entropy", "kl", "grad_norm", "learning_rate", "tokens_per_second"),
-    *("rollout_seconds", "train_seconds", "publish_seconds", "step_seconds"),
-)
 IMMUTABLE = ("lora", "environment", "data", "init_from")
 
 
@@ -81,16 +74,10 @@ class Experiment:
         self._plan_digest = ""
         self._outcome = _Outcome()
         self._attempt_of_failure = 0
-        self._step = self._position = 0
+        self._progress = Progress()
         self._commit: Commit | None = None
-        self._values: dict[str, Any] = {}
-        self._reward: float | None = None
-        self._waited = 0.0
-        self._pace: float | None = None
-        self._step_tokens: float | None = None  # sampled in a step, so far
         self._remaining: int | None = None  # tokens left to sample, while the sampler's gate knows of it
         self._activity = ""
-        self._published_step: int | None = None
         self._loaded = False
         self._stopping = False  # leave the slot at the end of the present step
         self._delete_files = False
@@ -158,7 +145,7 @@ class Experiment:
         try:
             plan = await self._prepare()
             while self._wanted(plan):
-                outcome = await self._training.step(plan, self._step + 1, self._position)
+                outcome = await self._training.step(plan, self._progress.step + 1, self._progress.position)
                 self._take(outcome)
                 plan = await self._plan_now()
                 self._tell_gate(plan)
@@ -170,7 +157,7 @@ class Experiment:
             self._changed()
 
     def _wanted(self, plan: Plan) -> bool:
-        return not self._stopping and self.desired.mode is RunMode.RUN and self._step < plan.spec.max_steps
+        return not self._stopping and self.desired.mode is RunMode.RUN and self._progress.step < plan.spec.max_steps
 
     async def _prepare(self) -> Plan:
         plan = await self._plan_now()
@@ -186,13 +173,11 @@ class Experiment:
             self._take(await self._training.begin(plan))
         else:
             await trainer.load(uid, commit.folder, optimizer=True, config=plan.lora)
-            self._step, self._position, self._commit = commit.manifest.step, commit.manifest.position, commit
-            self._values = await asyncio.to_thread(self._journal.last_metrics)
-            self._reward, self._pace = self._values.get("reward_mean"), self._values.get("step_seconds")
-            self._step_tokens = self._values.get("sampled_tokens")
+            self._commit = commit
+            self._progress.resume(commit, await asyncio.to_thread(self._journal.last_metrics))
             self._tell_gate(plan)
-            await self._training.publish(self._step)
-        self._published_step, self._loaded = self._step, True
+            await self._training.publish(self._progress.step)
+        self._progress.published_step, self._loaded = self._progress.step, True
         if self.phase is Phase.PREPARING:
             self.phase = Phase.RUNNING
         self._changed()
@@ -201,7 +186,7 @@ class Experiment:
     def _tell_gate(self, plan: Plan) -> None:
         """Weight and work left, for the sampler's gate; one that never samples must not have seats set aside for it."""
         if plan.samples:
-            self._remaining = plan.remaining_tokens(self._step, self._step_tokens)
+            self._remaining = plan.remaining_tokens(self._progress.step, self._progress.step_tokens)
             self._services.sampler.register(self.desired.uid, self.desired.spec.weight, self._remaining)
 
     async def _load_start(self, plan: Plan) -> None:
@@ -243,11 +228,11 @@ class Experiment:
 
     async def _leave(self, plan: Plan) -> None:
         """Everything made is committed before the slot is left."""
-        if self._commit is None or self._commit.manifest.step < self._step:
-            self._commit = await self._training.commit(self._step, self._position)
+        if self._commit is None or self._commit.manifest.step < self._progress.step:
+            self._commit = await self._training.commit(self._progress.step, self._progress.position)
         if self.phase is Phase.DELETING:
             return
-        if self._step >= plan.spec.max_steps:
+        if self._progress.step >= plan.spec.max_steps:
             self.phase = Phase.SUCCEEDED
             self._activity = ""
             self._write_result()
@@ -255,15 +240,8 @@ class Experiment:
             self.phase = Phase.SUSPENDED
 
     def _take(self, outcome: StepOutcome) -> None:
-        self._step, self._position, self._values = outcome.step, outcome.position, outcome.values
+        self._progress.take(outcome.step, outcome.position, outcome.values)
         self._commit = outcome.commit or self._commit
-        self._reward = outcome.values.get("reward_mean", self._reward)
-        self._waited += outcome.values.get("wait_trainer_seconds", 0.0)
-        self._waited += outcome.values.get("wait_sampler_seconds", 0.0)
-        self._pace = _running(self._pace, outcome.values.get("step_seconds"))
-        self._step_tokens = _running(self._step_tokens, outcome.values.get("sampled_tokens"))
-        if not outcome.values.get("update_skipped") and outcome.values.get("trained_tokens", 1.0) > 0:
-            self._published_step = outcome.step
         self._changed()
 
     def _fail(self, error: Exception) -> None:
@@ -299,7 +277,7 @@ class Experiment:
     # ---------------------------------------------------------------- reports and results
 
     def report(self, revision: int) -> ExperimentReport:
-        commit = self._commit
+        commit, published = self._commit, self._progress.published_step
         return ExperimentReport(
             uid=self.desired.uid,
             namespace=self.desired.namespace,
@@ -315,23 +293,12 @@ class Experiment:
             field=self._outcome.field,
             retryable=self._outcome.retryable,
             adapter_loaded=self._loaded,
-            adapter_version="" if self._published_step is None else f"{self.desired.name}@{self._published_step}",
+            adapter_version="" if published is None else f"{self.desired.name}@{published}",
             adapter_digest=commit.digest if commit else "",
-            progress=self._progress(),
+            progress=self._progress.report(
+                self.desired.spec.max_steps, self._activity if self.phase is Phase.RUNNING else ""
+            ),
             checkpoint=reported_checkpoint(commit, self._services.config.storage) if commit else None,
-        )
-
-    def _progress(self) -> ReportedProgress:
-        shown = {to_camel(name): self._values[name] for name in SHOWN if _finite(self._values.get(name))}
-        return ReportedProgress(
-            step=self._step,
-            max_steps=self.desired.spec.max_steps,
-            reward=self._reward,
-            activity=self._activity if self.phase is Phase.RUNNING else "",
-            metrics=shown,
-            seconds_waited=self._waited,
-            seconds_per_step=self._pace,
-            last_step_time=self._values.get("time"),
         )
 
     def _write_result(self) -> None:
@@ -348,8 +315,7 @@ class Experiment:
             return False
         self.phase = Phase.SUCCEEDED
         self._commit = self._journal.read_commit()
-        self._step = self._published_step = last.progress.step
-        self._reward = last.progress.reward
+        self._progress.end(last.progress)
         return True
 
 
@@ -357,14 +323,3 @@ def reported_checkpoint(commit: Commit, storage: Path) -> ReportedCheckpoint:
     """A commit as the control API shows it: by its path within the storage."""
     path = str(commit.folder.relative_to(storage))
     return ReportedCheckpoint(step=commit.manifest.step, path=path, digest=commit.digest)
-
-
-def _running(mean: float | None, value: float | None) -> float | None:
-    """The running mean of what a step takes."""
-    if mean is None or value is None:
-        return value if mean is None else mean
-    return 0.7 * mean + 0.3 * value
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -26,8 +26,10 @@ Sequences that run are not taken back; so that a newcomer need not wait for one 
 tenant that is registered or has sequences here has a share, its part of the seats by weight, at least one. Whoever has
 its share leaves free what others have not taken of theirs, up to a quarter of all seats (at least one); the others take
 these without waiting for their turn, but pay. One that owes more than its share of sequences waits for its turn, and
-nothing is set aside for it. A tenant that is registered alone has all seats; beside idle ones, three quarters at
-least; and more than a quarter is never free while anybody waits.
+nothing is set aside for it. With ShortestRemaining all others have that quarter between them, the least work first, and
+the first has the rest: a newcomer beside several others may so have to wait for a sequence to end. A tenant that is
+registered alone has all seats; beside idle ones, three quarters at least; and more than a quarter is never free while
+anybody waits.
 
 Left out: futures, time-outs and seconds (gate.py). Shares hold on each rank by itself: leases go to the emptiest.
 """
@@ -274,8 +276,11 @@ class GateQueue:
 
     def _set_aside(self, tenant: _Tenant) -> int:
         """Free seats that this tenant must leave to others."""
+        reserved = self.reserved
+        if self._scheduling is Scheduling.SHORTEST_REMAINING:
+            reserved = max(0, reserved - (self.taken - tenant.taken))  # those of others count: a quarter in all
         claims = sum(other.claim() for other in self._tenants.values() if other is not tenant)
-        return min(self.reserved, claims)
+        return min(reserved, claims)
 
     def _pay(self, tenant: _Tenant, tokens: int) -> None:
         """Negative: credit. Without anything waiting it pays off debts, and is otherwise lost."""

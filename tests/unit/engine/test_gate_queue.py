@@ -329,13 +329,14 @@ def test_idling_hoards_nothing_and_debts_are_paid_while_idle() -> None:
 
 
 def completions(scheduling: Scheduling) -> list[int]:
-    """When each of eight equal jobs ends, which leave the engine then."""
+    """When each of eight equal jobs ends, which leave the engine then. Sequences are of any length, as they are."""
     running = simulation(scheduling=scheduling)
+    draw = random.Random(1)
     names = [f"job{i}" for i in range(8)]
     for name in names:
-        running.queue.register(name, 100, 64 * 200)
+        running.queue.register(name, 100, 200 * 100)
     for name in names:
-        running.ask(name, *[200] * 64)
+        running.ask(name, *[draw.randint(20, 180) for _ in range(200)])
     ended: dict[str, int] = {}
 
     def note() -> bool:
@@ -346,14 +347,15 @@ def completions(scheduling: Scheduling) -> list[int]:
         return len(ended) == len(names)
 
     running.run(until=note)
+    assert note()
     return sorted(ended.values())
 
 
 def test_equal_jobs_end_one_after_another_and_the_last_no_later() -> None:
     fair, shortest = completions(FAIR), completions(SHORTEST)
     assert sum(shortest) < 0.7 * sum(fair)
-    assert shortest[-1] <= fair[-1]
-    assert all(later - earlier >= 200 for earlier, later in pairwise(shortest))
+    assert shortest[-1] <= fair[-1] + 180  # the last sequence may begin as late as all others end
+    assert all(later - earlier > fair[-1] / 16 for earlier, later in pairwise(shortest))
 
 
 def test_less_work_over_weight_goes_first() -> None:
