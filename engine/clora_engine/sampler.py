@@ -244,9 +244,9 @@ class Sampler:
     ) -> Output:
         """One sample, when its turn has come."""
         async with self._gate.taken(seat):
+            core = await self._supervisor.running()
             if entry is not None:
                 self._table.check_loaded(entry)  # vLLM's core may have been restarted since it was queued
-            core = await self._supervisor.running()
             adapter = _adapter(entry) if entry else None
             try:
                 async with asyncio.timeout(self.config.request_timeout_seconds):

@@ -28,6 +28,8 @@ from clora_engine.peft_files import CONFIG_FILE, WEIGHTS_FILE, weight_key
 from clora_engine.sampler_core import Adapter, SamplerConfig, SamplerCore
 from clora_engine.types import Sample, SamplingParams
 
+FOLDER = "v0-selftest"
+"""Named as a version's is, so that what an engine leaves behind that is killed meanwhile goes with the next start."""
 FIRST_ID = 5_001
 PROMPTS, PROMPT_TOKENS = 4, 16
 TOKENS, LONG_TOKENS = 4, 16
@@ -62,7 +64,7 @@ async def self_test(core: SamplerCore, config: SamplerConfig, base: BaseShapes) 
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(base.vocabulary, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
     bench = _Bench(core, prompts, PROMPTS if config.dtype == "float32" else PROMPTS - 1)
-    root = config.versions_root / "selftest"
+    root = config.versions_root / FOLDER
     ids = count(FIRST_ID)
     try:
         for strength in STRENGTHS:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from clora_engine import sampler_selftest as selftest
 from clora_engine.errors import EngineError, SamplerRestarted, UserError
 from clora_engine.sampler import Sampler
 from clora_engine.types import SamplingParams, Version
@@ -166,10 +167,10 @@ async def test_a_killed_engine_leaves_no_process_and_its_versions_go_with_the_ne
         assert b"up\n" in [line async for line in _until_line(engine.stdout, b"up\n")]
         cores = core_processes(engine.pid)
         assert cores
-        left = write_adapter(root / "v000000-00000000", model, seed=1)
+        left = [write_adapter(root / name, model, seed=1) for name in ("v000000-00000000", f"{selftest.FOLDER}/4.0/0")]
     finally:
         engine.kill()
         await engine.wait()
     await until(lambda: not any(core.is_running() and core.status() != psutil.STATUS_ZOMBIE for core in cores))
     async with running_sampler(sampler_config(model, root)):
-        assert not left.exists()
+        assert not any(directory.exists() for directory in left)
