@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -246,11 +248,49 @@ async def test_what_is_asked_for_while_there_is_no_core_is_done_when_there_is(sa
     assert not dropped.exists()
 
 
+async def test_a_version_that_is_lost_under_a_waiting_request_never_reaches_the_core(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would look for its files in the middle of a batch, and end."""
+    directory = await publish(sampler, Version("lost", 0), seed=1)
+    generation = sampler.stats().generation
+    running = sampler._supervisor.running
+
+    async def dies_meanwhile() -> SamplerCore:
+        monkeypatch.setattr(sampler._supervisor, "running", running)
+        shutil.rmtree(directory)
+        kill_core()
+        await until(lambda: sampler.stats().generation > generation)
+        return await running()
+
+    with sampler.lease("lost") as lease:
+        monkeypatch.setattr(sampler._supervisor, "running", dies_meanwhile)
+        with pytest.raises(EngineError, match="could not be loaded again") as caught:
+            await sampler.sample(lease, PROMPT, 1, GREEDY)
+    assert caught.value.reason == "VersionLost"
+    await sampler.sample(None, PROMPT, 1, GREEDY)
+    assert sampler.stats().generation == generation + 1
+
+
 async def test_a_crowd_goes_on_under_a_core_that_is_killed(model: Path, tmp_path: Path) -> None:
     """All versions come back in other slots than before; every answer is still that of its version alone."""
     async with running_sampler(isolation_config(model, tmp_path)) as crowded:
         recording = await drive(crowded, tmp_path / "copies", Traffic(requests=400, seed=2, kill_at=200))
         assert crowded.stats().generation == 2
+        # and whatever is under way when the sampler is closed ends then
+        held = [crowded.lease("experiment-0")]
+        pending: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(crowded.sample(lease, PROMPT, 2, LONG)) for lease in (*held, None)
+        ]
+        pending += [asyncio.ensure_future(publish(crowded, Version("late", step), seed=1)) for step in range(10)]
+        await until(lambda: crowded.stats().running > 0)
+        await crowded.close()
+        outcomes = await asyncio.gather(*pending, return_exceptions=True)
+        assert all(isinstance(outcome, EngineError | Path) for outcome in outcomes), outcomes
+        assert isinstance(outcomes[0], EngineError)
+        assert isinstance(outcomes[1], EngineError)
+        held.pop().release()
+        await until(lambda: not any(crowded.config.versions_root.iterdir()))
     report = judge(model, recording)
     print(report)
     assert report.restarted > 0
