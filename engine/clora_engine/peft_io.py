@@ -75,6 +75,20 @@ def write(
     _fsync(directory)
 
 
+def write_version(directory: Path, state: AdapterState, *, model_name: str, available: tuple[ModuleShape, ...]) -> None:
+    """Writes what the sampler serves: as `write`, but with alpha / rank multiplied into B, and alpha equal to rank: vLLM
+    would do so when it loads the adapter, while all tenants wait. Nothing is fsynced: versions outlive no engine."""
+    directory.mkdir(exist_ok=True)
+    alpha, rank = state.config.alpha, state.config.rank
+    tensors = {}
+    for name, (a, b) in state.layout.matrices(state.vectors[MASTER], rank).items():
+        tensors[weight_key(name, "lora_A")] = a.contiguous()
+        tensors[weight_key(name, "lora_B")] = (b * (alpha / rank)).contiguous()
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = _config(state, model_name, available) | {"lora_alpha": rank}
+    (directory / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
+
+
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata={"format": "pt"})
     _fsync(path)

@@ -103,6 +103,12 @@ class Trainer:
             optimizer=optimizer,
         )
 
+    def export(self, adapter: str, directory: Path) -> None:
+        """Writes the adapter as the sampler wants it (peft_io.write_version); `directory` is made if absent."""
+        peft_io.write_version(
+            directory, self.store.sync(adapter), model_name=self._model_name, available=self._base.modules
+        )
+
     def delete(self, adapter: str) -> None:
         """Forgets the adapter; nothing of it remains in its slot."""
         self.store.delete(adapter)

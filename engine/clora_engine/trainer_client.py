@@ -133,6 +133,9 @@ class TrainerClient:
     async def save(self, adapter: str, directory: str | Path, *, optimizer: bool) -> None:
         await self._call(adapter, protocol.Save(adapter, str(directory), optimizer), type(None))
 
+    async def export(self, adapter: str, directory: str | Path) -> None:
+        await self._call(adapter, protocol.Export(adapter, str(directory)), type(None))
+
     async def delete(self, adapter: str) -> None:
         """Deletes the adapter. Its calls that have no answer yet fail with EngineError (AdapterDeleted): those still
         queued are not run, and the result of one that runs is dropped."""

@@ -80,6 +80,8 @@ class TrainerServer:
                 return trainer.optim_step(command.adapter, command.adam)
             case protocol.Save():
                 return trainer.save(command.adapter, Path(command.directory), optimizer=command.optimizer)
+            case protocol.Export():
+                return trainer.export(command.adapter, Path(command.directory))
             case protocol.Delete():
                 return trainer.delete(command.adapter)
 

@@ -88,13 +88,20 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     optimizer: bool
 
 
+class Export(msgspec.Struct, frozen=True, tag=True):
+    """Answer: None."""
+
+    adapter: str
+    directory: str
+
+
 class Delete(msgspec.Struct, frozen=True, tag=True):
     """Answer: None."""
 
     adapter: str
 
 
-Command = Start | Create | Load | ForwardBackward | Forward | OptimStep | Save | Delete
+Command = Start | Create | Load | ForwardBackward | Forward | OptimStep | Save | Export | Delete
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -80,7 +80,7 @@ class Training:
     async def publish(self, step: int) -> None:
         """Makes the trainer's weights the version that the sampler serves for this experiment."""
         directory = self._services.sampler.new_directory()
-        await self._services.trainer.save(self._uid, directory, optimizer=False)
+        await self._services.trainer.export(self._uid, directory)
         await self._services.sampler.publish(Version(self._uid, step), directory)
 
     # ---------------------------------------------------------------- one step

@@ -58,7 +58,7 @@ async def differences(model: Path, root: Path, dtype: str) -> list[float]:
                 await trainer.forward_backward(EXPERIMENT, [target], Loss(name="CrossEntropy", denominator=4.0))
                 await trainer.optim_step(EXPERIMENT, AdamParams(learning_rate=2e-2))
                 directory = sampler.new_directory()
-                await trainer.save(EXPERIMENT, directory, optimizer=False)
+                await trainer.export(EXPERIMENT, directory)
                 await sampler.publish(Version(EXPERIMENT, step), directory)
                 params = SamplingParams(temperature=TEMPERATURE, max_tokens=24, stop_token_ids=())
                 with sampler.lease(EXPERIMENT) as lease:

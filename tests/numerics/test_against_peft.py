@@ -84,15 +84,21 @@ def test_five_steps_equal_peft_with_adamw(
         torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=5 * adam.learning_rate / 200)
 
 
+@pytest.mark.parametrize("version", [False, True], ids=["checkpoint", "version"])
 @pytest.mark.parametrize("targets", ["all-linear", ("k_proj", "mlp.up_proj"), r"model\.layers\.0\..*"])
-def test_peft_computes_the_same_with_our_export(tmp_path: Path, targets: str | tuple[str, ...]) -> None:
+def test_peft_computes_the_same_with_our_files(tmp_path: Path, targets: str | tuple[str, ...], version: bool) -> None:
+    """A checkpoint, and what the sampler is given: there, nothing is left to be scaled."""
     trainer = tiny_trainer()
     trainer.create("ours", LoraConfig(rank=6, alpha=16, target_modules=targets))
     rows = batch(1)
     trainer.forward_backward("ours", rows, Loss(name="CrossEntropy", denominator=1.0))
     trainer.optim_step("ours", AdamParams(learning_rate=0.05))
-    trainer.save("ours", tmp_path / "export", optimizer=True)
+    if version:
+        trainer.export("ours", tmp_path / "export")
+    else:
+        trainer.save("ours", tmp_path / "export", optimizer=True)
     model = PeftModel.from_pretrained(tiny_model(), tmp_path / "export")
+    assert model.peft_config["default"].lora_alpha == (6 if version else 16)
     assert model.peft_config["default"].base_model_name_or_path == "clora/tiny"
     ours = trainer.forward("ours", rows)
     for r, row in enumerate(rows):
