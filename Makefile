@@ -53,4 +53,10 @@ unit: setup  ## fast tests
 test: lint  ## lint, types, unit tests, and integration tests against the real vLLM and the real API server
 	@local/test.sh
 
-.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test
+# ---------------------------------------------------------------- benchmarks
+
+bench-sampler: setup  ## sampler against serial, stock vLLM and no LoRA (half an hour on a quiet machine): docs/benchmarks
+	$(PYTHON) -m benchmarks.sampler --out docs/benchmarks/sampler.json
+	$(PYTHON) -m benchmarks.sampler render docs/benchmarks/sampler.json >docs/benchmarks/sampler.md
+
+.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test bench-sampler

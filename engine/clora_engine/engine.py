@@ -163,6 +163,7 @@ def _sampler_config(config: EngineConfig, model: Path) -> SamplerConfig:
         max_num_seqs=config.max_num_seqs,
         kv_cache_bytes=config.kv_cache_bytes,
         threads=None if config.sampler_gpus else config.sampler_threads,
+        shares_cores=not config.trainer_gpus,
         tensor_parallel_size=config.tensor_parallel_size,
         data_parallel_size=config.data_parallel_size,
         scheduling=config.scheduling,

@@ -76,8 +76,9 @@ def write(
 
 
 def write_version(directory: Path, state: AdapterState, *, model_name: str, available: tuple[ModuleShape, ...]) -> None:
-    """Writes what the sampler serves: as `write`, but with alpha / rank multiplied into B, and alpha equal to rank: vLLM
-    would do so when it loads the adapter, while all tenants wait. Nothing is fsynced: versions outlive no engine."""
+    """Writes what the sampler serves: as `write`, but with alpha / rank multiplied into B, and alpha equal to rank:
+    vLLM would do so when it loads the adapter, while all tenants wait. Nothing is fsynced: no version
+    outlives its engine."""
     directory.mkdir(exist_ok=True)
     alpha, rank = state.config.alpha, state.config.rank
     tensors = {}

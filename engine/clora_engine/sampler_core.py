@@ -53,6 +53,7 @@ class SamplerConfig:
     slots           LoRA versions held at once: sum over experiments of maxOffPolicySteps + 2, and those evaluated
     kv_cache_bytes  per data-parallel rank; None leaves it to vLLM
     threads         OpenMP threads per rank on a CPU; None leaves it to vLLM
+    shares_cores    whether these threads sleep while they wait, for others need the cores too
     scheduling      who samples first when the sampler is saturated (gate_queue.py)
     max_queued      sequences of one experiment that may wait at the gate of one rank; what is beyond is refused
     queue_timeout_seconds    after which a sequence that still waits at the gate is given up
@@ -71,6 +72,7 @@ class SamplerConfig:
     max_num_seqs: int = 64
     kv_cache_bytes: int | None = None
     threads: int | None = None
+    shares_cores: bool = True
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     scheduling: Scheduling = Scheduling.FAIR_SHARE
@@ -317,7 +319,8 @@ def process_environment(config: SamplerConfig) -> Iterator[None]:
         os.environ[KERNEL] = str(lora_kernel.library())
     if current_platform.is_cpu() and config.threads is not None:
         os.environ |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        os.environ |= SLEEPING_THREADS
+        if config.shares_cores:
+            os.environ |= SLEEPING_THREADS
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         yield

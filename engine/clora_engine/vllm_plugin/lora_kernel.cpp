@@ -20,7 +20,7 @@ constexpr int TILE = 6;    // rows of a tile: with RANKS accumulators each, they
 constexpr int RANKS = 4;
 constexpr int COLUMNS = 64;                 // outputs of an expand task
 constexpr int CHUNK = 60;                   // rows of a task: ten tiles, so that x stays in the cache
-constexpr double FORK_FROM = 64 * 1024;     // multiply-adds from which waking other threads is worth it
+constexpr double PRODUCTS_PER_BYTE = 3;     // multiply-adds that take one thread as long as reading a byte of weights
 constexpr int MAX_PROJECTIONS = 4;
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
@@ -221,15 +221,19 @@ int64_t used_rank(const Layer& layer, int64_t slot, int64_t projection) {
 
 template <class T>
 void add(const Layer& layer, const Batch& batch, const void* x, int64_t x_stride, void* y, int64_t y_stride,
-         float scale, int threads) {
+         float scale, int threads, int64_t fork_from) {
   static thread_local std::vector<Chunk> chunks;
   static thread_local std::vector<float> hidden;
   chunks.clear();
+  double bytes = 0, products = 0;
   for (int64_t i = 0; i < batch.count; ++i) {
     const int64_t slot = batch.slots[i];
     for (int64_t j = 0; j < layer.projections; ++j) {
       int64_t& used = layer.used[slot * layer.projections + j];
       if (used < 0) used = used_rank<T>(layer, slot, j);
+      const double weights = double(used) * (layer.inputs + layer.outputs[j]);
+      bytes += weights * sizeof(T);
+      products += weights * (batch.starts[i + 1] - batch.starts[i]);
     }
     for (int64_t start = batch.starts[i]; start < batch.starts[i + 1]; start += CHUNK)
       chunks.push_back({slot, start, std::min<int64_t>(start + CHUNK, batch.starts[i + 1])});
@@ -240,17 +244,13 @@ void add(const Layer& layer, const Batch& batch, const void* x, int64_t x_stride
                      scale, hidden.data()};
   const Chunk* chunk = chunks.data();  // thread_local names mean another vector in another thread
 
-  int64_t total_outputs = 0, expands = 0;
-  for (int64_t j = 0; j < layer.projections; ++j) {
-    total_outputs += layer.outputs[j];
-    expands += (layer.outputs[j] + COLUMNS - 1) / COLUMNS;
-  }
+  int64_t expands = 0;
+  for (int64_t j = 0; j < layer.projections; ++j) expands += (layer.outputs[j] + COLUMNS - 1) / COLUMNS;
   const int64_t count = chunks.size(), per_projection = (layer.rank + RANKS - 1) / RANKS;
   const int64_t shrinks = layer.projections * per_projection;
-  const double work = double(rows) * layer.rank * (layer.projections * layer.inputs + total_outputs);
-#pragma omp parallel num_threads(threads) if (work >= FORK_FROM)
+#pragma omp parallel num_threads(threads) if (std::max(bytes, products / PRODUCTS_PER_BYTE) >= fork_from)
   {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static, 1)  // neighbours in turn: those behind an adapter's own rank have nothing to do
     for (int64_t task = 0; task < count * shrinks; ++task) {
       const int64_t block = task % shrinks;
       call.shrink(chunk[task / shrinks], block / per_projection, block % per_projection * RANKS);
@@ -270,7 +270,7 @@ void add(const Layer& layer, const Batch& batch, const void* x, int64_t x_stride
 }  // namespace
 
 extern "C" void clora_add_lora(const Layer* layer, const Batch* batch, const void* x, int64_t x_stride, void* y,
-                               int64_t y_stride, float scale, int threads) {
+                               int64_t y_stride, float scale, int threads, int64_t fork_from) {
   const auto run = layer->is_bfloat16 ? add<bfloat16> : add<float>;
-  run(*layer, *batch, x, x_stride, y, y_stride, scale, threads);
+  run(*layer, *batch, x, x_stride, y, y_stride, scale, threads, fork_from);
 }

