@@ -38,7 +38,8 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
         f"Adapters of rank {settings['rank']} on all linear layers, {settings['slots']} slots, prompts of"
         f" {settings['prompt_tokens']} tokens (none repeated), {settings['tokens']} tokens sampled for each,"
         f" {settings['threads']} threads. Medians of {settings['rounds']} interleaved rounds (one less for bfloat16 and"
-        " sleeping threads, two more for the tiny model, one for stock vLLM), smallest and largest in parentheses; ratios are taken within a round."
+        " sleeping threads, two more for the tiny model, one for stock vLLM), smallest and largest in parentheses;"
+        " ratios are taken within a round."
     )
     yield ""
     yield "| headline (SmolLM2-135M, float32) | | |"
