@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from clora_engine import sampler_core
 from clora_engine.adapter_files import BaseShapes
-from clora_engine.sampler import Sampler, SamplerConfig
+from clora_engine.sampler import Sampler
+from clora_engine.sampler_config import SamplerConfig, engine_args, process_environment
 from clora_engine.sampler_core import Adapter, SamplerCore
 from clora_engine.types import SamplingParams, Version
 from tests.sampler_fixtures import write_adapter
@@ -87,11 +87,11 @@ async def stock(config: SamplerConfig, adapters: Path) -> AsyncIterator[Plain]:
 
 @asynccontextmanager
 async def without_lora(config: SamplerConfig) -> AsyncIterator[Plain]:
-    args = sampler_core.engine_args(config, BaseShapes.of_model(config.model).suffixes)
+    args = engine_args(config, BaseShapes.of_model(config.model).suffixes)
     args.enable_lora = False
 
     def build() -> AsyncLLM:
-        with sampler_core.process_environment(config):
+        with process_environment(config):
             return AsyncLLM.from_engine_args(args)
 
     core = SamplerCore(await asyncio.to_thread(build), 1, [])

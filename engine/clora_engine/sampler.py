@@ -15,13 +15,10 @@ Left out: who may sample how much, and when (gate.py, gate_queue.py); tokenizing
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
-import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -29,32 +26,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from clora_engine.adapter_files import BaseShapes, check_adapter
+from clora_engine.adapter_files import BaseShapes
 from clora_engine.errors import EngineError, SamplerRestarted, TransientError
 from clora_engine.gate import Gate, GateStats, Seat
-from clora_engine.sampler_core import Adapter, Output, SamplerConfig, SamplerCore
+from clora_engine.sampler_config import SamplerConfig
+from clora_engine.sampler_core import Output
 from clora_engine.sampler_request import check_request
 from clora_engine.sampler_selftest import self_test
-from clora_engine.sampler_supervisor import CoreSupervisor
+from clora_engine.sampler_versions import LiveVersions, VersionStats
 from clora_engine.types import Sample, SamplingParams, Version
-from clora_engine.versions import Entry, State, VersionTable
+from clora_engine.versions import Entry
 from clora_engine.versions_root import empty_root, prepare_root
 from clora_engine.vllm_plugin.compat import check_vllm
 
 __all__ = ["Lease", "Sampler", "SamplerConfig", "SamplerStats", "VersionStats"]
 
-logger = logging.getLogger(__name__)
-
 BASE_TENANT = "(base model)"
 """At the gate, who samples from the base model; no experiment's uid has brackets."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionStats:
-    version: Version
-    state: State
-    leases: int
-    in_flight: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +77,7 @@ class Lease:
         entry, self._entry = self._entry, None
         if entry is not None:
             self._sampler._leases[self.rank] -= 1
-            self._sampler._retire(self._sampler._table.release(entry))
+            self._sampler._versions.release(entry)
 
     def held(self) -> Entry:
         if self._entry is None:
@@ -108,8 +96,8 @@ class Sampler:
 
     def __init__(self, config: SamplerConfig) -> None:
         self.config = config
-        self._table = VersionTable(config.slots)
-        self._supervisor = CoreSupervisor(config, self._reload)
+        self._versions = LiveVersions(config)
+        self._supervisor = self._versions.supervisor
         self._gate = Gate(
             ranks=config.data_parallel_size,
             seats=config.max_num_seqs,
@@ -120,8 +108,6 @@ class Sampler:
             now=time.monotonic,
         )
         self._following: asyncio.Task[None] | None = None
-        self._unloading: set[asyncio.Task[None]] = set()
-        self._second_load = asyncio.Lock()
         self._leases: Counter[int] = Counter()  # held, by rank
         self._directories = count()
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
@@ -143,7 +129,7 @@ class Sampler:
         await self._supervisor.close()
         if self._following is not None:
             await self._following
-        await asyncio.gather(*self._unloading, return_exceptions=True)
+        await self._versions.settle()
         await asyncio.to_thread(empty_root, self.config.versions_root)
 
     async def __aenter__(self) -> Sampler:
@@ -170,29 +156,12 @@ class Sampler:
         can come free, EngineError when vLLM does not load it, or when the experiment is dropped meanwhile; then nothing
         has changed. A core that dies meanwhile is waited for, once if it dies while it loads this adapter.
         """
-        if directory.parent != self.config.versions_root or directory.name == "..":
-            raise EngineError(f"{directory.name} is not directly below the sampler's versions root")
         assert self._base is not None, "start the sampler first"
-        entry = self._table.announce(version, directory)
-        try:
-            await asyncio.to_thread(check_adapter, directory, self._base, self.config.max_lora_rank)
-            while not self._table.reserve(entry):
-                await self._supervisor.change()
-            await self._load(entry)
-            retired = self._table.commit(entry)
-        except BaseException:
-            unloading = self._table.abandon(entry)
-            self._retire(unloading)
-            if not unloading:
-                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-            raise
-        self._retire(retired)
-        self._supervisor.notify()
-        logger.info("published %s as %d", version, entry.lora_id)
+        await self._versions.publish(version, directory, self._base)
 
     def lease(self, experiment: str) -> Lease:
         """Hold the experiment's latest version. Raises EngineError (NoVersion) when it has published none."""
-        entry = self._table.lease(experiment)
+        entry = self._versions.lease(experiment)
         rank = self._gate.emptiest(self._leases)  # a lease counts too: its first request may be yet to come
         self._leases[rank] += 1
         return Lease(self, entry, rank)
@@ -200,8 +169,7 @@ class Sampler:
     def drop(self, experiment: str) -> None:
         """Retire all versions of an experiment and forget it at the gate; what is leased or sampled goes last."""
         self._gate.remove(experiment)
-        self._retire(self._table.drop(experiment))
-        self._supervisor.notify()
+        self._versions.drop(experiment)
 
     # ------------------------------------------------------------------------------------------ sampling
 
@@ -222,7 +190,8 @@ class Sampler:
         tenant = lease.version.experiment if lease else BASE_TENANT
         rank = lease.rank if lease else self._gate.emptiest(self._leases)
         tokens = min(params.max_tokens, self.config.max_model_len - len(prompt))
-        with self._in_flight(lease) as entry:
+        entry = lease.held() if lease else None
+        with self._versions.in_flight(entry):
             seats = self._gate.enter(tenant, rank, n, tokens, len(prompt))
             try:
                 calls = [
@@ -245,9 +214,7 @@ class Sampler:
         """One sample, when its turn has come."""
         async with self._gate.taken(seat):
             core = await self._supervisor.running()
-            if entry is not None:
-                self._table.check_loaded(entry)  # vLLM's core may have been restarted since it was queued
-            adapter = _adapter(entry) if entry else None
+            adapter = self._versions.adapter(entry)  # the core may have been restarted since it was queued
             try:
                 async with asyncio.timeout(self.config.request_timeout_seconds):
                     output = await core.generate(prompt, params, adapter, seat.rank, seed, seat.priority)
@@ -283,24 +250,12 @@ class Sampler:
             generated_tokens=self._generated_tokens,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
-            free_slots=self._table.free,
-            versions=tuple(VersionStats(e.version, e.state, e.leases, e.in_flight) for e in self._table.entries),
+            free_slots=self._versions.free,
+            versions=self._versions.stats(),
             gate=self._gate.stats(),
         )
 
     # ------------------------------------------------------------------------------------------ inside
-
-    @contextmanager
-    def _in_flight(self, lease: Lease | None) -> Iterator[Entry | None]:
-        """The leased version, counted as in flight: it stays loaded, also when the lease is released meanwhile."""
-        entry = lease.held() if lease else None
-        if entry is not None:
-            self._table.enter(entry)
-        try:
-            yield entry
-        finally:
-            if entry is not None:
-                self._retire(self._table.leave(entry))
 
     async def _follow_core(self) -> None:
         """Lets the gate grant seats whenever a core has come up, and ends the waiting when none will."""
@@ -310,71 +265,6 @@ class Sampler:
                 await self._supervisor.change()
         except EngineError as ended:
             self._gate.close(ended)
-
-    async def _load(self, entry: Entry) -> None:
-        """Into the running core. An adapter under whose load the core died is tried once more, with no other such
-        beside it: what kills the core again is then known, and refused before the sampler gives up."""
-        try:
-            return await self._with_core(lambda core: core.load(_adapter(entry)))
-        except SamplerRestarted:
-            logger.warning("vLLM's core died while it loaded %s", entry.name)
-        async with self._second_load:
-            try:
-                await self._with_core(lambda core: core.load(_adapter(entry)))
-            except SamplerRestarted as error:
-                raise EngineError(
-                    f"vLLM's core died twice while it loaded {entry.version}", reason="InvalidAdapter"
-                ) from error
-
-    async def _with_core(self, call: Callable[[SamplerCore], Awaitable[None]]) -> None:
-        """Raises SamplerRestarted when the core dies meanwhile, and not before the supervisor knows."""
-        core = await self._supervisor.running()
-        try:
-            await call(core)
-        except SamplerRestarted:
-            await core.died()
-            await asyncio.sleep(0)
-            raise
-
-    def _retire(self, entries: tuple[Entry, ...]) -> None:
-        for entry in entries:
-            task = asyncio.create_task(self._unload(entry), name=f"unload-{entry.lora_id}")
-            self._unloading.add(task)
-            task.add_done_callback(self._unloading.discard)
-
-    async def _unload(self, entry: Entry) -> None:
-        """Out of vLLM, then out of the directory. If vLLM does not let it go, the slot stays taken: better than one
-        version too many, for which vLLM would evict another."""
-        try:
-            while True:
-                try:
-                    await self._with_core(lambda core: core.unload(entry.lora_id))
-                    break
-                except SamplerRestarted:
-                    continue
-        except EngineError as ended:
-            logger.debug("not unloading %s: %s", entry.name, ended)
-        except Exception:
-            logger.exception("vLLM did not unload %s; its slot is lost until vLLM's core is restarted", entry.name)
-            return
-        self._table.removed(entry)
-        await asyncio.to_thread(shutil.rmtree, entry.directory, ignore_errors=True)
-        self._supervisor.notify()
-
-    async def _reload(self, core: SamplerCore) -> None:
-        """Load into a new core all versions that can still be asked for; one that can't be loaded again is lost."""
-        for entry in self._table.to_load():
-            try:
-                await core.load(_adapter(entry))
-            except TransientError:
-                raise
-            except EngineError as error:
-                logger.error("%s is lost: %s", entry.name, error)
-                self._retire(self._table.abandon(entry))
-
-
-def _adapter(entry: Entry) -> Adapter:
-    return Adapter(entry.name, entry.lora_id, entry.directory)
 
 
 def _seeds(params: SamplingParams, n: int) -> list[int | None]:

@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 from clora_engine.adapter_files import BaseShapes
 from clora_engine.errors import EngineError
 from clora_engine.peft_files import CONFIG_FILE, WEIGHTS_FILE, weight_key
-from clora_engine.sampler_core import Adapter, SamplerConfig, SamplerCore
+from clora_engine.sampler_config import SamplerConfig
+from clora_engine.sampler_core import Adapter, SamplerCore
 from clora_engine.types import Sample, SamplingParams
 
 FOLDER = "v0-selftest"

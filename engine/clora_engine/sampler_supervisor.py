@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 
 from clora_engine.adapter_files import BaseShapes
 from clora_engine.errors import EngineError
-from clora_engine.sampler_core import SamplerConfig, SamplerCore
+from clora_engine.sampler_config import SamplerConfig
+from clora_engine.sampler_core import SamplerCore
 
 logger = logging.getLogger(__name__)
 
