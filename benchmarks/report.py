@@ -57,7 +57,7 @@ def commit() -> str:
     def git(*args: str) -> str:
         return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "engine", "benchmarks", "requirements")
+    changed = git("status", "--porcelain", "--", "engine", "benchmarks", "requirements", "tests", "local")
     return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 
 

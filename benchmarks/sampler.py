@@ -4,8 +4,8 @@
     python -m benchmarks.sampler render docs/benchmarks/sampler.json > docs/benchmarks/sampler.md
 
 Every case is run once a round by every contender in turn, so that whatever else the machine does strikes all alike;
-ratios are taken within a round. Stock vLLM, several times slower, runs in the first round alone. All speeds are sampled
-tokens per second of wall time, prefill included.
+speeds are compared within a round. Stock vLLM, several times slower, runs in the first round alone. All speeds are
+sampled tokens per second of wall time, prefill included.
 """
 
 from __future__ import annotations

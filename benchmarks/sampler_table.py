@@ -38,8 +38,15 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
         f"Adapters of rank {settings['rank']} on all linear layers, {settings['slots']} slots, prompts of"
         f" {settings['prompt_tokens']} tokens (none repeated), {settings['tokens']} tokens sampled for each,"
         f" {settings['threads']} threads. Medians of {settings['rounds']} interleaved rounds (one less for bfloat16 and"
-        " sleeping threads, two more for the tiny model, one for stock vLLM), smallest and largest in parentheses;"
-        " ratios are taken within a round."
+        " sleeping threads, two more for the tiny model, one for stock vLLM), smallest and largest in parentheses."
+        " Speeds are compared within a round; bounds are measured once, as the best of several tries."
+    )
+    yield ""
+    yield (
+        "*Serial* is the same work, one tenant after the other; for 1 tenant, and for 16 requests each, it is the speed"
+        " of a single tenant in the same round. *Stock vLLM* is its own LoRA kernel, *no LoRA* the base model with LoRA"
+        " switched off; both run with the settings that clora gives vLLM on a CPU (eager, no chunked prefill, the same"
+        " KV cache and threads)."
     )
     yield ""
     yield "| headline (SmolLM2-135M, float32) | | |"
@@ -91,8 +98,8 @@ def _publish(document: dict[str, Any]) -> Iterator[str]:
         yield f"## Publishing ({record['model']})"
         yield ""
         yield (
-            f"Seven tenants with four requests each decode while an eighth publishes a version a second"
-            f" ({record['publishes']} in all). Milliseconds."
+            f"Seven tenants with four requests each decode while an eighth publishes, with a pause of a"
+            f" second after each ({record['publishes']} publishes). Milliseconds."
         )
         yield ""
         yield "| | |"

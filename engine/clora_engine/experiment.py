@@ -174,7 +174,7 @@ class Experiment:
         else:
             await trainer.load(uid, commit.folder, optimizer=True, config=plan.lora)
             self._commit = commit
-            self._progress.resume(commit, await asyncio.to_thread(self._journal.last_metrics))
+            self._progress.resume(commit, await asyncio.to_thread(self._journal.read_metrics))
             self._tell_gate(plan)
             await self._training.publish(self._progress.step)
         self._progress.published_step, self._loaded = self._progress.step, True

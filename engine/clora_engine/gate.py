@@ -1,7 +1,9 @@
 """The gate before vLLM: every sequence waits here for its seat, in the order that gate_queue.py decides.
 
 One queue for each data-parallel rank. Nothing is granted while vLLM's core is down (`is_open`): what waits goes on
-waiting, and its owner calls `dispatch` when the core is back. All calls belong to one event loop.
+waiting, and its owner calls `dispatch` when the core is back. How long one may wait has no bound of its own, for a
+light weight beside a heavy one waits for hours with good reason; but where nobody is granted anything for the time-out,
+all that wait are given up. All calls belong to one event loop.
 
 Left out: vLLM (sampler.py), and how long a sequence may keep its seat.
 """
@@ -76,6 +78,7 @@ class Gate:
         self._now = now
         self._stalls: dict[str, _Stall] = {}
         self._ended: EngineError | None = None
+        self._watches: dict[int, asyncio.TimerHandle] = {}  # by rank, while anything waits there
         self._granted_tokens = 0
         self._wait_seconds = 0.0
 
@@ -121,20 +124,15 @@ class Gate:
         self._seats.update(zip(tickets, seats, strict=True))
         self._note(tenant)
         self.dispatch()
+        self._watch(rank)
         return seats
 
     @asynccontextmanager
     async def taken(self, seat: Seat) -> AsyncIterator[None]:
-        """Wait for the seat, and give it back in the end. Raises TransientError after the queue's time-out."""
+        """Wait for the seat, and give it back in the end. Raises TransientError (SamplerBusy) when nothing is granted
+        for the time-out, or the error that the gate was closed with."""
         try:
-            async with asyncio.timeout(self._timeout) as limit:
-                await seat.granted
-        except TimeoutError:
-            self.leave(seat)
-            assert limit.expired()
-            raise TransientError(
-                f"waited {self._timeout:g} s for the sampler, which is saturated", reason="SamplerBusy"
-            ) from None
+            await seat.granted
         except BaseException:
             self.leave(seat)
             raise
@@ -166,9 +164,9 @@ class Gate:
     def dispatch(self) -> None:
         """Grant the seats that are free."""
         for queue in self._queues:
-            while self._is_open() and (ticket := queue.grant()) is not None:
+            while self._ended is None and self._is_open() and (ticket := queue.grant()) is not None:
                 seat = self._seats[ticket]
-                if seat.granted.cancelled():  # its owner was, and has not come to `leave` yet
+                if seat.granted.done():  # its owner was cancelled, or told to give up, and has not come to `leave` yet
                     queue.take_back(ticket)
                     continue
                 self._wait_seconds += self._now() - seat.since
@@ -178,10 +176,10 @@ class Gate:
     def close(self, error: EngineError) -> None:
         """There will be no core any more: whoever waits gets the error, and whoever comes."""
         self._ended = error
+        for watch in self._watches.values():
+            watch.cancel()
         for seat in list(self._seats.values()):
-            if not seat.granted.done():
-                seat.granted.set_exception(EngineError(str(error), reason=error.reason))
-                seat.granted.exception()  # not every seat is waited for already
+            _give_up(seat, EngineError(str(error), reason=error.reason))
 
     def stats(self) -> GateStats:
         return GateStats(
@@ -192,6 +190,23 @@ class Gate:
             granted_tokens=self._granted_tokens,
             wait_seconds=self._wait_seconds,
         )
+
+    def _watch(self, rank: int) -> None:
+        """Look after the time-out whether anything was granted meanwhile, for as long as anything waits."""
+        queue = self._queues[rank]
+        if rank not in self._watches and queue.queued:
+            loop = asyncio.get_running_loop()
+            self._watches[rank] = loop.call_later(self._timeout, self._look, rank, queue.granted)
+
+    def _look(self, rank: int, granted: int) -> None:
+        del self._watches[rank]
+        if self._queues[rank].granted == granted:
+            message = f"waited for the sampler, which has begun no sequence for {self._timeout:g} s"
+            for seat in list(self._seats.values()):
+                if seat.rank == rank:
+                    _give_up(seat, TransientError(message, reason="SamplerBusy"))
+        else:
+            self._watch(rank)
 
     def _note(self, tenant: str) -> None:
         """Start or stop the tenant's clock."""
@@ -205,3 +220,9 @@ class Gate:
         elif not stalled and stall.since is not None:
             stall.seconds += self._now() - stall.since
             stall.since = None
+
+
+def _give_up(seat: Seat, error: EngineError) -> None:
+    if not seat.granted.done():
+        seat.granted.set_exception(error)
+        seat.granted.exception()  # not every seat is waited for already

@@ -16,11 +16,12 @@ to what a share of the seats costs: where an estimate was too high, the rounds t
 tenant that was alone, and cost nobody anything. So over any time in which two tenants have sequences waiting, their
 tokens over weight differ by no more than their deficits can, however long that time is.
 
-ShortestRemaining serves first who has the least work left, in tokens over weight. Ageing: a head that has been passed
-by for more than PATIENCE times its tenant's own work is served first (the one passed by longest), so that it waits for
-at most that many tokens and one sequence of every other tenant: nobody is slowed down by more than a constant factor.
-Less patience, or an age that counts from the first token on, would turn equal tenants into a round robin, which is what
-this policy is there to avoid.
+ShortestRemaining serves first who has the least work left, in tokens over weight. Ageing: a tenant that has been passed
+by for more than PATIENCE times its own work is served first (the one passed by longest). What it is granted then uses
+up PATIENCE times as much of that, so it is served on to its end, and all its work together waits for at most PATIENCE
+times itself in tokens of others, and one sequence of every other tenant that starved too. Less patience, or an age that
+counts from the first token on, would turn equal tenants into a round robin, which is what this policy is there to
+avoid.
 
 Sequences that run are not taken back; so that a newcomer need not wait for one to end, seats are set aside. Every
 tenant that is registered or has sequences here has a share, its part of the seats by weight, at least one. Whoever has
@@ -46,7 +47,7 @@ from clora_engine.errors import CapacityError
 
 DEFAULT_WEIGHT = 100
 PATIENCE = 8
-"""ShortestRemaining: work of others, in multiples of one's own, after which one's head is served first."""
+"""ShortestRemaining: work of others, in multiples of one's own, after which one is served first."""
 RESERVED_PART = 4
 """One seat in so many is set aside, and at least one."""
 MEAN_OVER = 32
@@ -75,7 +76,8 @@ class Ticket:
 @dataclass(eq=False, slots=True)
 class _Tenant:
     """deficit: tokens of credit, negative for a debt. remaining: tokens of work left; None if nobody told. passed_by:
-    tokens granted to others since the head began to wait. mean: tokens of a sequence; None before the first has ended.
+    tokens granted to others while it waited, less PATIENCE times its own. mean: tokens of a sequence; None before the
+    first has ended.
     """
 
     name: str
@@ -190,7 +192,6 @@ class GateQueue:
             self._divide()
         if not tenant.waiting:
             self._ring[name] = tenant
-            tenant.passed_by = 0
         tickets = [Ticket(name, max_tokens, 0 if i else prompt_tokens) for i in range(n)]
         tenant.waiting.update(dict.fromkeys(tickets))
         return tickets
@@ -215,7 +216,7 @@ class GateQueue:
         self._pay(tenant, cost)
         for other in self._ring.values():
             other.passed_by += cost
-        tenant.passed_by = 0
+        tenant.passed_by = max(0, tenant.passed_by - (PATIENCE + 1) * cost)  # its own was counted above too
         if tenant.remaining is not None:
             tenant.remaining = max(0, tenant.remaining - cost)  # until the next report says it better
         self._ring.move_to_end(tenant.name)

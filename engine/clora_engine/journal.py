@@ -130,10 +130,10 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
-    def last_metrics(self) -> dict[str, Any]:
-        """The last line, empty if there is none."""
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All lines, one a step."""
         lines = self._metrics.read_bytes().splitlines() if self._metrics.exists() else []
-        return dict(json.loads(lines[-1])) if lines else {}
+        return [dict(json.loads(line)) for line in lines]
 
     def commit(self, step: int, position: int, now: float) -> Commit:
         """Commits what lies in step_folder(step) and all metrics so far.

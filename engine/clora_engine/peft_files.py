@@ -10,11 +10,14 @@ adapter's layout (peft_io.py). Both turn an AdapterFault into the error of whoev
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -92,11 +95,11 @@ def _lora_config(content: dict[str, Any]) -> LoraConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        with _open_regular(path) as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+        if len(data) > MAX_CONFIG_BYTES:
             raise AdapterFault(f"{path.name} is larger than {MAX_CONFIG_BYTES} bytes: not a PEFT configuration")
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise AdapterFault(f"{path.name} is missing") from error
+        content = json.loads(data)
     except OSError as error:
         raise AdapterFault(f"{path.name} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -104,6 +107,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise AdapterFault(f"{path.name} is not a JSON object")
     return content
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """A plain file, and not what a link leads to: the directory may be a tenant's to write to, and a link could lead to
+    another's adapter, a pipe to waiting for ever. Raises AdapterFault."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except FileNotFoundError as error:
+        raise AdapterFault(f"{path.name} is missing") from error
+    except OSError as error:
+        what = "is a link" if error.errno == errno.ELOOP else f"cannot be read: {error.strerror}"
+        raise AdapterFault(f"{path.name} {what}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise AdapterFault(f"{path.name} is not a file")
+    return file
 
 
 def _refused(problem: str) -> AdapterFault:
@@ -117,10 +136,8 @@ def _refused(problem: str) -> AdapterFault:
 def open_tensors(path: Path) -> Iterator[Any]:
     """A safetensors file, open for as long as the context. Raises AdapterFault when it is missing or torn, also for
     what comes to light only within the context."""
-    if not path.is_file():
-        raise AdapterFault(f"{path.name} is missing")
     try:
-        with safe_open(path, framework="pt") as file:
+        with _open_regular(path) as opened, safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise AdapterFault(f"{path.name} is not a readable safetensors file, or truncated: {error}") from error

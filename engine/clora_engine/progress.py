@@ -6,6 +6,7 @@ Left out: phases and reasons (experiment.py), what is on disk (journal.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,15 +43,17 @@ class Progress:
         """A step was made."""
         self.step, self.position, self.values = step, position, values
         self.reward = values.get("reward_mean", self.reward)
-        self.waited += values.get("wait_trainer_seconds", 0.0) + values.get("wait_sampler_seconds", 0.0)
+        self.waited += _waited(values)
         self.pace = _running_mean(self.pace, values.get("step_seconds"))
         self.step_tokens = _running_mean(self.step_tokens, values.get("sampled_tokens"))
         if not values.get("update_skipped") and values.get("trained_tokens", 1.0) > 0:
             self.published_step = step
 
-    def resume(self, commit: Commit, values: dict[str, Any]) -> None:
-        """Goes on from a commit and the metrics of its step."""
+    def resume(self, commit: Commit, lines: Sequence[dict[str, Any]]) -> None:
+        """Goes on from a commit and the metrics of all steps up to its own."""
+        values = lines[-1] if lines else {}
         self.step, self.position, self.values = commit.manifest.step, commit.manifest.position, values
+        self.waited = sum(map(_waited, lines))
         self.reward, self.pace = values.get("reward_mean"), values.get("step_seconds")
         self.step_tokens = values.get("sampled_tokens")
 
@@ -58,6 +61,7 @@ class Progress:
         """Shows what was last reported of an experiment that has ended in an earlier life."""
         self.step = self.published_step = last.step
         self.reward = last.reward
+        self.waited = last.seconds_waited
 
     def report(self, max_steps: int, activity: str) -> ReportedProgress:
         shown = {to_camel(name): self.values[name] for name in SHOWN if _finite(self.values.get(name))}
@@ -71,6 +75,11 @@ class Progress:
             seconds_per_step=self.pace,
             last_step_time=self.values.get("time"),
         )
+
+
+def _waited(values: dict[str, Any]) -> float:
+    waited: float = values.get("wait_trainer_seconds", 0.0) + values.get("wait_sampler_seconds", 0.0)
+    return waited
 
 
 def _running_mean(mean: float | None, value: float | None) -> float | None:

@@ -44,6 +44,9 @@ __all__ = ["Lease", "Sampler", "SamplerConfig", "SamplerStats", "VersionStats"]
 BASE_TENANT = "(base model)"
 """At the gate, who samples from the base model; no experiment's uid has brackets."""
 
+TIMEOUT_TOKENS = 4096
+"""Samples that may become longer get request_timeout_seconds for every so many tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerStats:
@@ -215,11 +218,11 @@ class Sampler:
         async with self._gate.taken(seat):
             core = await self._supervisor.running()
             adapter = self._versions.adapter(entry)  # the core may have been restarted since it was queued
+            seconds = self.config.request_timeout_seconds * max(1.0, seat.ticket.max_tokens / TIMEOUT_TOKENS)
             try:
-                async with asyncio.timeout(self.config.request_timeout_seconds):
+                async with asyncio.timeout(seconds):
                     output = await core.generate(prompt, params, adapter, seat.rank, seed, seat.priority)
             except TimeoutError:
-                seconds = self.config.request_timeout_seconds
                 raise TransientError(
                     f"vLLM held a sequence for more than {seconds:g} s; it was aborted", reason="SamplerTimeout"
                 ) from None

@@ -36,8 +36,8 @@ class SamplerConfig:
     shares_cores    whether these threads sleep while they wait, for others need the cores too
     scheduling      who samples first when the sampler is saturated (gate_queue.py)
     max_queued      sequences of one experiment that may wait at the gate of one rank; what is beyond is refused
-    queue_timeout_seconds    after which a sequence that still waits at the gate is given up
-    request_timeout_seconds  after which a sequence that vLLM still holds is aborted
+    queue_timeout_seconds    after which, if no sequence was begun on a rank, all that wait for it are given up
+    request_timeout_seconds  after which a sequence that vLLM still holds is aborted (for every 4096 tokens of it)
     extra_args      further arguments of vLLM's AsyncEngineArgs, except those that the sampler sets itself
     start_attempts  consecutive failures to start vLLM's core after which the sampler gives up
     """
@@ -117,6 +117,15 @@ def engine_args(config: SamplerConfig, lora_modules: tuple[str, ...]) -> AsyncEn
 def process_environment(config: SamplerConfig) -> Iterator[None]:
     """The environment that vLLM's processes inherit; restored afterwards, with whatever vLLM itself added."""
     before = dict(os.environ)
+    try:
+        _set_environment(config)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _set_environment(config: SamplerConfig) -> None:
     os.environ |= {ENGINE_PID: str(os.getpid()), "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if current_platform.is_cpu():
         os.environ[KERNEL] = str(lora_kernel.library())
@@ -125,8 +134,3 @@ def process_environment(config: SamplerConfig) -> Iterator[None]:
         if config.shares_cores:
             os.environ |= SLEEPING_THREADS
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -119,8 +119,10 @@ class LiveVersions:
     # ------------------------------------------------------------------------------------------ inside
 
     async def _load(self, entry: Entry) -> None:
-        """Into the running core. An adapter under whose load the core died is tried once more, with no other such
-        beside it: what kills the core again is then known, and refused before the sampler gives up."""
+        """Into the running core. An adapter under whose load the core died is tried once more, with no other beside it:
+        what kills the core again is then known, and refused before the sampler gives up."""
+        async with self._second_load:
+            pass
         try:
             return await self._with_core(lambda core: core.load(_adapter(entry)))
         except SamplerRestarted:
@@ -163,7 +165,8 @@ class LiveVersions:
             logger.debug("not unloading %s: %s", entry.name, ended)
         except Exception:
             logger.exception("vLLM did not unload %s; its slot is lost until vLLM's core is restarted", entry.name)
-            return
+            if (core := self._supervisor.core) is not None:
+                await core.died()
         self._table.removed(entry)
         await asyncio.to_thread(shutil.rmtree, entry.directory, ignore_errors=True)
         self._supervisor.notify()

@@ -12,6 +12,7 @@ metrics: wait_trainer_seconds, and wait_sampler_seconds, in which it had samples
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,11 @@ class Training:
     async def publish(self, step: int) -> None:
         """Makes the trainer's weights the version that the sampler serves for this experiment."""
         directory = self._services.sampler.new_directory()
-        await self._services.trainer.export(self._uid, directory)
+        try:
+            await self._services.trainer.export(self._uid, directory)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            raise
         await self._services.sampler.publish(Version(self._uid, step), directory)
 
     # ---------------------------------------------------------------- one step

@@ -109,7 +109,7 @@ def test_suspend_keeps_everything_and_resume_goes_on(engine: EngineProcess) -> N
     assert [line["step"] for line in engine.metrics(uid)] == list(range(last + 1))
 
 
-def test_a_new_weight_is_taken_while_it_runs(engine: EngineProcess) -> None:
+def test_a_new_weight_is_accepted_while_it_runs_and_waiting_is_reported(engine: EngineProcess) -> None:
     uid = new_uid()
     before = engine.put(uid, rl_spec(maxSteps=1000)).json()
     running = engine.wait(uid, lambda r: r.progress.step >= 1)

@@ -113,7 +113,6 @@ async def test_four_short_requests_beside_five_thousand_wait_for_nobody(sampler:
     await asyncio.gather(*few.tasks)
     # The few take 8 steps; none of the 24 that ran can have ended twice, for each takes 24 steps or more.
     assert order[before:].count("many") <= 24
-    assert sampler.seconds_waited("few") < sampler.stats().gate.wait_seconds
     assert sampler.stats().waiting == 0, "vLLM's own queue stays empty"
     assert sampler.stats().gate.queued > 4000
     await many.cancel()
@@ -231,7 +230,7 @@ async def test_who_waits_or_runs_for_too_long_is_given_up_alone(model: Path, tmp
     async with running_sampler(config) as sampler:
         hung = asyncio.ensure_future(sampler.sample(None, PROMPT, 4, greedy(1000)))
         busy = asyncio.ensure_future(sampler.sample(None, PROMPT, 1, GREEDY))
-        with pytest.raises(TransientError, match=r"waited 0\.05 s") as caught:
+        with pytest.raises(TransientError, match=r"begun no sequence for 0\.05 s") as caught:
             await busy
         assert caught.value.reason == "SamplerBusy"
         with pytest.raises(TransientError, match=r"more than 0\.4 s; it was aborted") as caught:

@@ -35,9 +35,17 @@ one that spins a few."""
 Stacked = tuple[torch.Tensor, ...]
 
 
-@cache
 def library() -> Path:
-    """The compiled kernel, made at the first call; it is removed when this process exits. Raises as `build` does."""
+    """The compiled kernel, made at the first call, and again should somebody have tidied it away; it is removed when
+    this process exits. Raises as `build` does."""
+    if not (path := _library()).exists():
+        _library.cache_clear()
+        path = _library()
+    return path
+
+
+@cache
+def _library() -> Path:
     directory = TemporaryDirectory(prefix="clora-kernel-")
     atexit.register(directory.cleanup)
     return build(Path(directory.name))
@@ -122,6 +130,7 @@ class PackedLayer:
             stacked.set_(
                 packed.untyped_storage(), 0, (slots, 1, outputs, rank), (rank * outputs, rank * outputs, 1, outputs)
             )
+        self.inputs, self.width = inputs, sum(packed.shape[2] for packed in self.b)
         self._used = np.full((slots, projections), -1, dtype=np.int64)
         self.struct = _Layer(
             self.a.dtype == torch.bfloat16,
@@ -158,8 +167,9 @@ class LoraKernel:
         Both are of the layer's dtype, with contiguous rows; sums are taken in float32. Rows that the batch does not
         know, because vLLM pads a batch, keep their values.
         """
-        assert x.stride(1) == 1
-        assert y.stride(1) == 1
+        assert x.stride(1) == y.stride(1) == 1
+        assert batch.size <= x.shape[0] <= y.shape[0]
+        assert (x.shape[1], y.shape[1]) == (layer.inputs, layer.width)
         assert x.dtype == y.dtype == layer.a.dtype
         self._add(
             *(layer.reference, batch.reference, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0)),

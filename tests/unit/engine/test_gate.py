@@ -91,13 +91,41 @@ async def test_a_grant_to_who_has_just_been_cancelled_goes_to_the_next_and_costs
     assert (stats.taken, stats.queued, stats.granted) == (3, 0, 5)
 
 
-async def test_a_wait_that_is_too_long_is_given_up() -> None:
+async def test_who_waits_is_given_up_when_nothing_is_granted_for_the_time_out() -> None:
     world = World(queue_timeout_seconds=0.001)
     seats = world.enter("a", 5)
-    with pytest.raises(TransientError, match=r"waited 0\.001 s for the sampler") as caught:
+    with pytest.raises(TransientError, match=r"has begun no sequence for 0\.001 s") as caught:
         await _hold(world.gate, seats[4])
     assert caught.value.reason == "SamplerBusy"
     assert world.gate.stats().queued == 0
+
+
+async def test_one_that_waits_for_longer_than_the_time_out_goes_on_while_others_are_served() -> None:
+    """As a light weight does beside a heavy one, or the longest work beside shorter."""
+    world = World(queue_timeout_seconds=0.05, scheduling=Scheduling.SHORTEST_REMAINING, seats=1)
+    world.gate.register("long", 100, 10_000)
+    (running,) = world.enter("short", 1)
+    (waiting,) = world.enter("long", 1)
+    until = asyncio.get_running_loop().time() + 0.2
+    while asyncio.get_running_loop().time() < until:
+        (following,) = world.enter("short", 1)
+        world.gate.leave(running)
+        running = following
+        await asyncio.sleep(0)
+    assert not waiting.granted.done()
+    world.gate.leave(running)
+    async with world.gate.taken(waiting):
+        pass
+
+
+async def test_nothing_is_granted_to_who_was_told_that_it_is_over() -> None:
+    world = World()
+    running = world.enter("a", 4)
+    (waiting,) = world.enter("a", 1)
+    world.gate.close(EngineError("over", reason="SamplerClosed"))
+    world.gate.leave(running[0])
+    with pytest.raises(EngineError, match="over"):
+        await _hold(world.gate, waiting)
 
 
 async def test_nothing_is_granted_while_the_core_is_down() -> None:

@@ -369,12 +369,12 @@ def test_less_work_over_weight_goes_first() -> None:
     assert running.order == ["first", "c", "b", "a"]
 
 
-def test_a_head_is_passed_by_for_a_bounded_time() -> None:
-    """Short jobs without end beside a long one: its head waits for PATIENCE times its own work, and one more."""
+def test_a_job_is_passed_by_for_a_bounded_time() -> None:
+    """Short jobs without end beside a long one: all its sequences together wait for PATIENCE times its own work."""
     running = simulation(seats=1, scheduling=SHORTEST)
     running.queue.register("long", 100, 1000)
     running.ask("first", 10)
-    running.ask("long", 500, 500)
+    running.ask("long", *[100] * 10)
     for i in range(2000):
         name = f"short{i}"
         running.queue.register(name, 100, 10)
@@ -382,9 +382,9 @@ def test_a_head_is_passed_by_for_a_bounded_time() -> None:
         running.queue.remove(name)  # as soon as it has ended
         running.run(until=lambda: running.queue.queued <= 2)
     places = [place for place, tenant in enumerate(running.order) if tenant == "long"]
-    assert len(places) == 2
-    assert 10 * places[0] <= PATIENCE * 1000 + 20
-    assert 10 * (places[1] - places[0]) <= PATIENCE * 500 + 20
+    assert len(places) == 10
+    assert 10 * places[0] >= PATIENCE * 1000 - 20
+    assert 10 * (places[-1] - 9) <= PATIENCE * 1000 + 40
 
 
 # --------------------------------------------------------------------------------------------- vLLM's priority

@@ -49,7 +49,7 @@ def test_epoch_only_grows(tmp_path: Path) -> None:
 def test_a_commit_is_read_back(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     assert journal.resume() is None
-    assert journal.last_metrics() == {}
+    assert journal.read_metrics() == []
     make_step(journal, 0)
     make_step(journal, 1)
     commit = journal.resume()
@@ -69,7 +69,7 @@ def test_resume_takes_back_what_lies_past_the_commit(tmp_path: Path) -> None:
     assert commit is not None
     assert commit.manifest.step == 0
     assert lines(again) == [0]
-    assert again.last_metrics() == {"step": 0}
+    assert again.read_metrics() == [{"step": 0}]
     assert not unfinished.exists()
 
 

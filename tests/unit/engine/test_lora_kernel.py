@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +170,22 @@ def test_rows_that_the_batch_does_not_know_keep_their_values(kernel: LoraKernel)
     kernel.add(y, torch.ones(6, inputs), PackedLayer(*stacked(2, inputs, outputs, rank)), 1.0, batch([1, 2, 1, 2]))
     assert torch.equal(y[4:], torch.zeros(2, sum(outputs)))
     assert bool((y[:4] != 0).any())
+
+
+def test_a_library_that_was_tidied_away_is_made_again() -> None:
+    first = lora_kernel.library()
+    assert lora_kernel.library() == first
+    shutil.rmtree(first.parent)
+    again = lora_kernel.library()
+    assert again.exists()
+    LoraKernel(again)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (5, 63)])
+def test_rows_or_features_that_do_not_match_are_never_computed(kernel: LoraKernel, shape: tuple[int, int]) -> None:
+    layer = PackedLayer(*stacked(0, 64, (64, 32, 32), 8))
+    with pytest.raises(AssertionError):
+        kernel.add(torch.zeros(5, 128), torch.zeros(shape), layer, 1.0, batch([0] * 5))
 
 
 def test_without_a_compiler_the_sampler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
+from clora_api.control import ReportedProgress
+from clora_engine.journal import Commit, Manifest
 from clora_engine.progress import SHOWN, Progress
 
 
@@ -14,6 +17,17 @@ def test_waiting_for_sampler_and_trainer_adds_up_over_steps() -> None:
     progress.take(0, 0, {"wait_sampler_seconds": 1.5})
     progress.take(1, 8, {"wait_sampler_seconds": 2.0, "wait_trainer_seconds": 4.0})
     assert progress.report(10, "Train").seconds_waited == 7.5
+
+
+def test_a_new_life_goes_on_from_the_waiting_of_the_lives_before() -> None:
+    lines = [{"step": 0}, {"step": 1, "wait_sampler_seconds": 2.0, "wait_trainer_seconds": 4.0, "step_seconds": 9.0}]
+    commit = Commit(Path(), Manifest(step=1, epoch=1, files={}, metrics_bytes=0, position=8, time=0.0), "")
+    progress = Progress()
+    progress.resume(commit, lines)
+    assert (progress.step, progress.position, progress.waited, progress.pace) == (1, 8, 6.0, 9.0)
+    ended = Progress()
+    ended.end(ReportedProgress(step=1, seconds_waited=6.0, reward=0.5))
+    assert (ended.step, ended.waited, ended.reward) == (1, 6.0, 0.5)
 
 
 def test_means_follow_the_newest_steps_and_ignore_those_without_a_value() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,19 @@ def test_files_that_are_missing_or_torn(
     else:
         (saved / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
+        trainer.load("b", saved, optimizer=False)
+
+
+@pytest.mark.parametrize("file", [WEIGHTS_FILE, CONFIG_FILE])
+def test_what_is_no_plain_file_is_not_opened(trainer: Trainer, saved: Path, tmp_path: Path, file: str) -> None:
+    """A link could lead to another tenant's adapter; a pipe would be waited on for ever."""
+    elsewhere = (saved / file).rename(tmp_path / "elsewhere")
+    (saved / file).symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match=f"{file} is a link"):
+        trainer.load("b", saved, optimizer=False)
+    (saved / file).unlink()
+    os.mkfifo(saved / file)
+    with pytest.raises(CheckpointError, match=f"{file} is not a file"):
         trainer.load("b", saved, optimizer=False)
 
 
