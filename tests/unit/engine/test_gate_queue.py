@@ -380,7 +380,7 @@ def test_a_job_is_passed_by_for_a_bounded_time() -> None:
         running.queue.register(name, 100, 10)
         running.ask(name, 10)
         running.queue.remove(name)  # as soon as it has ended
-        running.run(until=lambda: running.queue.queued <= 2)
+        running.run(until=lambda: running.queue.queued <= running.queue.waiting("long"))
     places = [place for place, tenant in enumerate(running.order) if tenant == "long"]
     assert len(places) == 10
     assert 10 * places[0] >= PATIENCE * 1000 - 20
