@@ -8,6 +8,7 @@ eighth tenant publishes version after version take turns with windows in which n
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.report import Spread
 from benchmarks.sampler_contenders import RANK, Clora, Prompts
+from clora_engine.peft_files import CONFIG_FILE
 from clora_engine.sampler import Sampler
 from clora_engine.sampler_core import Adapter
 from clora_engine.trainer_client import TrainerClient
@@ -57,6 +59,7 @@ class PublishResult:
 async def measure(clora: Clora, model: Path, prompts: Prompts, windows: int) -> PublishResult:
     sampler = clora.sampler
     template = write_adapter(Path(mkdtemp()) / "adapter", model, seed=99, rank=RANK)
+    _as_exported(template)
     try:
         quiet, noisy, busy = [], [], []
         await _window(sampler, prompts)  # warm
@@ -92,6 +95,12 @@ async def measure(clora: Clora, model: Path, prompts: Prompts, windows: int) -> 
         Spread.of(live_idle),
         Spread.of(live_busy),
     )
+
+
+def _as_exported(directory: Path) -> None:
+    """As the trainer writes versions: with nothing left to be scaled."""
+    config = json.loads((directory / CONFIG_FILE).read_text())
+    (directory / CONFIG_FILE).write_text(json.dumps(config | {"lora_alpha": config["r"]}))
 
 
 async def _window(sampler: Sampler, prompts: Prompts) -> list[float]:

@@ -103,7 +103,7 @@ async def test_who_waits_is_given_up_when_nothing_is_granted_for_the_time_out() 
 async def test_one_that_waits_for_longer_than_the_time_out_goes_on_while_others_are_served() -> None:
     """As a light weight does beside a heavy one, or the longest work beside shorter."""
     world = World(queue_timeout_seconds=0.05, scheduling=Scheduling.SHORTEST_REMAINING, seats=1)
-    world.gate.register("long", 100, 10_000)
+    world.gate.register("long", 100, 10**9)
     (running,) = world.enter("short", 1)
     (waiting,) = world.enter("long", 1)
     until = asyncio.get_running_loop().time() + 0.2

@@ -20,7 +20,10 @@ def test_waiting_for_sampler_and_trainer_adds_up_over_steps() -> None:
 
 
 def test_a_new_life_goes_on_from_the_waiting_of_the_lives_before() -> None:
-    lines = [{"step": 0}, {"step": 1, "wait_sampler_seconds": 2.0, "wait_trainer_seconds": 4.0, "step_seconds": 9.0}]
+    lines: list[dict[str, float]] = [
+        {"step": 0},
+        {"step": 1, "wait_sampler_seconds": 2.0, "wait_trainer_seconds": 4.0, "step_seconds": 9.0},
+    ]
     commit = Commit(Path(), Manifest(step=1, epoch=1, files={}, metrics_bytes=0, position=8, time=0.0), "")
     progress = Progress()
     progress.resume(commit, lines)
