@@ -94,7 +94,11 @@ class Products:
 
     def seconds(self, rows: int, sampled: int) -> float:
         """Of one pass over `rows` rows, of which `sampled` go on to the output head."""
+        if (rows, sampled) not in self._seconds:
+            self._seconds[rows, sampled] = self._measure(rows, sampled)
+        return self._seconds[rows, sampled]
 
+    def _measure(self, rows: int, sampled: int) -> float:
         widths = {inputs for inputs, _ in self._layers}
         x = {inputs: torch.randn(rows, inputs, dtype=self._dtype) for inputs in widths}
         last = torch.randn(sampled, self._head[0], dtype=self._dtype)
@@ -104,9 +108,7 @@ class Products:
                 self._multiply(layer, x[inputs], None)
             self._multiply(self._head[1], last, None)
 
-        if (rows, sampled) not in self._seconds:
-            self._seconds[rows, sampled] = _best(one_pass, tries=3)
-        return self._seconds[rows, sampled]
+        return _best(one_pass, tries=3)
 
 
 def _packed(base: BaseShapes) -> list[tuple[int, int]]:

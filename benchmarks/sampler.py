@@ -42,7 +42,7 @@ from benchmarks.sampler_publish import PublishResult
 from benchmarks.sampler_publish import measure as measure_publish
 from benchmarks.sampler_table import render
 from clora_engine.adapter_files import BaseShapes
-from clora_engine.sampler import SamplerConfig
+from clora_engine.sampler_config import SamplerConfig, engine_args
 from clora_engine.types import SamplingParams
 from local.model import model as small_model
 from tests import isolation_run
@@ -53,7 +53,7 @@ PROMPT, TOKENS = 32, 64  # half as many prompt tokens as sampled ones, as in rol
 MOST_ROWS_OF_STOCK = 32  # beyond, vLLM's stock LoRA takes minutes for a case
 MOST_SERIAL = 4  # requests of a tenant; beyond, the serial time is the single tenant's of the same round, times N
 MAX_SEQS = 128
-MAX_MODEL_LEN, PREFILL_BUDGET = 512, 2048
+MAX_MODEL_LEN = 512
 CASES = [(n, r) for n in (1, 2, 4, 8) for r in (2, 4, 16)]
 HEADLINE = "SmolLM2-135M float32"
 
@@ -145,8 +145,10 @@ async def _model(
                 _say(model, round_, n, r, case)
         published = await measure_publish(ours, model.path, prompts, rounds) if model.name == HEADLINE else None
     records = []
+    prefill_budget = engine_args(config, base.suffixes).max_num_batched_tokens
+    assert prefill_budget is not None
     for (n, r), case in taken.items():
-        run = {"rows": n * r, "prompt": PROMPT, "tokens": TOKENS, "prefill_budget": PREFILL_BUDGET}
+        run = {"rows": n * r, "prompt": PROMPT, "tokens": TOKENS, "prefill_budget": prefill_budget}
         bounds = Bounds(
             roofline.run_seconds(sizes, rates, adapters=n, **run),
             roofline.run_seconds(sizes, rates, adapters=0, **run),

@@ -8,7 +8,6 @@ eighth tenant publishes version after version take turns with windows in which n
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -24,9 +23,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.report import Spread
 from benchmarks.sampler_contenders import RANK, Clora, Prompts
-from clora_engine.peft_files import CONFIG_FILE
 from clora_engine.sampler import Sampler
-from clora_engine.sampler_core import Adapter
 from clora_engine.trainer_client import TrainerClient
 from clora_engine.types import AdamParams, Completion, LoraConfig, Loss, Row, SamplingParams, Version
 from tests.sampler_fixtures import write_adapter
@@ -58,8 +55,7 @@ class PublishResult:
 
 async def measure(clora: Clora, model: Path, prompts: Prompts, windows: int) -> PublishResult:
     sampler = clora.sampler
-    template = write_adapter(Path(mkdtemp()) / "adapter", model, seed=99, rank=RANK)
-    _as_exported(template)
+    template = write_adapter(Path(mkdtemp()) / "adapter", model, seed=99, rank=RANK, alpha=RANK)  # as exported
     try:
         quiet, noisy, busy = [], [], []
         await _window(sampler, prompts)  # warm
@@ -97,12 +93,6 @@ async def measure(clora: Clora, model: Path, prompts: Prompts, windows: int) -> 
     )
 
 
-def _as_exported(directory: Path) -> None:
-    """As the trainer writes versions: with nothing left to be scaled."""
-    config = json.loads((directory / CONFIG_FILE).read_text())
-    (directory / CONFIG_FILE).write_text(json.dumps(config | {"lora_alpha": config["r"]}))
-
-
 async def _window(sampler: Sampler, prompts: Prompts) -> list[float]:
     """The gaps between tokens of all others' requests, in milliseconds, once all are decoding and until one ends."""
     arrivals = await asyncio.gather(
@@ -117,8 +107,8 @@ async def _arrivals(sampler: Sampler, tenant: str, prompt: list[int]) -> list[fl
     core = sampler._supervisor.core
     assert core is not None
     with sampler.lease(tenant) as lease:
-        entry = lease.held()
-        adapter = Adapter(entry.name, entry.lora_id, entry.directory)
+        adapter = sampler._versions.adapter(lease.held())
+        assert adapter is not None
         stream = core._llm.generate(
             tokens_input(prompt),
             VllmParams(

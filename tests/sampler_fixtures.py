@@ -44,9 +44,16 @@ base_shapes = lru_cache(BaseShapes.of_model)
 
 
 def write_adapter(
-    directory: Path, model: Path, *, seed: int, rank: int = 8, modules: Sequence[str] = (), strength: float = 0.5
+    directory: Path,
+    model: Path,
+    *,
+    seed: int,
+    rank: int = 8,
+    alpha: int | None = None,
+    modules: Sequence[str] = (),
+    strength: float = 0.5,
 ) -> Path:
-    """A random PEFT adapter, by default on all linear layers."""
+    """A random PEFT adapter, by default on all linear layers and with an alpha of twice the rank."""
     base = base_shapes(model)
     suffixes = list(modules) or list(base.suffixes)
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +65,7 @@ def write_adapter(
             tensors[f"{key}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * strength / rank**0.5
     directory.mkdir(parents=True)
     save_file(tensors, directory / WEIGHTS_FILE)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha or 2 * rank, "bias": "none"}
     (directory / CONFIG_FILE).write_text(json.dumps(config | {"target_modules": suffixes}))
     return directory
 

@@ -81,18 +81,21 @@ def write_version(directory: Path, state: AdapterState, *, model_name: str, avai
     outlives its engine."""
     directory.mkdir(exist_ok=True)
     alpha, rank = state.config.alpha, state.config.rank
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, (a, b) in state.layout.matrices(state.vectors[MASTER], rank).items():
-        tensors[weight_key(name, "lora_A")] = a.contiguous()
-        tensors[weight_key(name, "lora_B")] = (b * (alpha / rank)).contiguous()
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        tensors |= {weight_key(name, "lora_A"): a, weight_key(name, "lora_B"): b * (alpha / rank)}
+    _write_tensors(directory / WEIGHTS_FILE, tensors)
     config = _config(state, model_name, available) | {"lora_alpha": rank}
     (directory / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    _write_tensors(path, tensors)
     _fsync(path)
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def _fsync(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -21,6 +22,8 @@ from clora_engine.vllm_plugin import ENGINE_PID, KERNEL, lora_kernel
 
 CPU_BLOCK_SIZE = 32
 """Tokens of a KV block: the smallest that vLLM's CPU attention wants, so that short prompts hit the prefix cache."""
+
+_ENVIRONMENT = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,22 +118,24 @@ def engine_args(config: SamplerConfig, lora_modules: tuple[str, ...]) -> AsyncEn
 
 @contextmanager
 def process_environment(config: SamplerConfig) -> Iterator[None]:
-    """The environment that vLLM's processes inherit; restored afterwards, with whatever vLLM itself added."""
-    before = dict(os.environ)
-    try:
-        _set_environment(config)
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    """The environment that vLLM's processes inherit; restored afterwards, with whatever vLLM itself added. One sampler
+    of this process at a time, or the later would take the earlier's environment for the one to restore: blocks."""
+    with _ENVIRONMENT:
+        before = dict(os.environ)
+        try:
+            _set_environment(config)
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def _set_environment(config: SamplerConfig) -> None:
     os.environ |= {ENGINE_PID: str(os.getpid()), "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if current_platform.is_cpu():
         os.environ[KERNEL] = str(lora_kernel.library())
-    if current_platform.is_cpu() and config.threads is not None:
-        os.environ |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        if config.shares_cores:
-            os.environ |= SLEEPING_THREADS
+        if config.threads is not None:
+            os.environ |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            if config.shares_cores:
+                os.environ |= SLEEPING_THREADS
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -7,7 +7,7 @@ Restarting, versions and leases are the sampler's (`sampler.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -145,7 +145,15 @@ class SamplerCore:
     ) -> Output:
         """One sample. Cancelling it aborts the request in the core before this returns. When the KV cache runs out,
         vLLM preempts the request with the highest `priority`, and computes it again later."""
-        return await self._guard(self._generate(prompt_ids, params, adapter, rank, seed, priority))
+        stream = self._llm.generate(
+            tokens_input(prompt_ids),
+            _vllm_params(params, seed),
+            f"r{next(self._request_ids)}",
+            lora_request=adapter.request() if adapter else None,
+            data_parallel_rank=rank if self._ranks > 1 else None,
+            priority=priority,
+        )
+        return await self._guard(self._finish(stream))
 
     async def close(self) -> None:
         """End all processes of this core; safe after its death."""
@@ -156,23 +164,7 @@ class SamplerCore:
         if not self._death.done():
             self._death.set_result(None)
 
-    async def _generate(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        adapter: Adapter | None,
-        rank: int,
-        seed: int | None,
-        priority: int,
-    ) -> Output:
-        stream = self._llm.generate(
-            tokens_input(prompt_ids),
-            _vllm_params(params, seed),
-            f"r{next(self._request_ids)}",
-            lora_request=adapter.request() if adapter else None,
-            data_parallel_rank=rank if self._ranks > 1 else None,
-            priority=priority,
-        )
+    async def _finish(self, stream: AsyncIterator[RequestOutput]) -> Output:
         final: RequestOutput | None = None
         try:
             async for output in stream:

@@ -15,7 +15,7 @@ import torch
 from clora_engine.errors import UserError
 from clora_engine.sampler import Sampler
 from clora_engine.types import Sample, SamplingParams, Version
-from tests.sampler_fixtures import GREEDY, Judge, make_model, prompt, publish, running_sampler, sampler_config, until
+from tests.sampler_fixtures import GREEDY, Judge, prompt, publish, running_sampler, sampler_config, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
@@ -27,11 +27,6 @@ TENANTS: dict[str, dict[str, Any]] = {
     "b": {"seed": 2, "rank": 3},
     "c": {"seed": 3, "rank": 1, "strength": 1.0, "modules": ["q_proj", "v_proj", "up_proj", "down_proj"]},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from tests.sampler_fixtures import (
     GREEDY,
     Judge,
     kill_core,
-    make_model,
     prompt,
     publish,
     running_sampler,
@@ -43,11 +42,6 @@ NO_TRAINER: Any = None
 
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, stop_token_ids=())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

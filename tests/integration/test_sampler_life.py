@@ -21,7 +21,6 @@ from tests.sampler_fixtures import (
     Judge,
     core_processes,
     kill_core,
-    make_model,
     prompt,
     publish,
     running_sampler,
@@ -34,11 +33,6 @@ pytestmark = pytest.mark.integration
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=480, stop_token_ids=())
 PROMPT = prompt(0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 async def test_a_killed_core_comes_back_with_all_live_versions(model: Path, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from clora_engine.types import SamplingParams, Version
 from tests.sampler_fixtures import (
     GREEDY,
     Judge,
-    make_model,
     prompt,
     publish,
     running_sampler,
@@ -35,11 +34,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
 LONG = SamplingParams(temperature=0.0, max_tokens=120, stop_token_ids=())
 PROMPT = prompt(0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

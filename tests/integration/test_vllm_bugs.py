@@ -23,7 +23,6 @@ from tests.sampler_fixtures import (
     GREEDY,
     Judge,
     core_processes,
-    make_model,
     prompt,
     publish,
     running_sampler,
@@ -36,11 +35,6 @@ one_sampler = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT, LONG_PROMPT = prompt(0), prompt(1, 96)
 LONG = SamplingParams(temperature=0.0, max_tokens=120, stop_token_ids=())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
