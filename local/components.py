@@ -53,6 +53,7 @@ AUDIT_POLICY = {
     "kind": "Policy",
     "omitStages": ["RequestReceived"],
     "rules": [
+        {"level": "RequestResponse", "verbs": _WRITES, "resources": [{"group": "clora.dev"}]},
         {"level": "Metadata", "verbs": _WRITES},
         {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]},  # Kubernetes' own controllers
         {"level": "Metadata", "userGroups": ["system:serviceaccounts"]},

@@ -2,10 +2,13 @@
 
 For the operator's tests, where a real engine would be slow and could not be told to fail. A process of its own, so that
 it can be killed: commits and the epoch are files in --storage, and a new start resumes from them. What happens is
-written to events.jsonl there (one object a line: epoch, event, uid, step), which tests read.
+written to events.jsonl there (one object a line: at, epoch, event, uid, step), which tests read: attach, loaded,
+commit, leave, delete.
 
 An experiment's environment.arguments say how it behaves: stepSeconds, failAtStep, failures (how often, then it goes
-on), retryable, reason, invalidField, loadSeconds.
+on), retryable, reason, invalidField, loadSeconds, and answerSeconds, by which the answer to a PUT comes later than its
+effect. A file faults.json in --storage says how the whole engine misbehaves as long as it is there: {"status": 500},
+{"garbage": true}, {"epoch": 1} (claims to be in that epoch), {"hang": UID} (does not answer about that experiment).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import asyncio
 import json
 import tarfile
+import time
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -71,7 +75,10 @@ class Simulated:
 
     def commit(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "step").write_text(str(self.step))
+        beside = self.folder / "step.new"
+        beside.write_text(str(self.step))
+        beside.rename(self.folder / "step")
+        self.engine.log("commit", self)
         with (self.folder / "metrics.jsonl").open("a") as lines:
             lines.write(json.dumps({"step": self.step, "reward_mean": self.reward}) + "\n")
 
@@ -96,6 +103,7 @@ class Simulated:
         if self.committed() is None:
             self.commit()
         self.loaded = True
+        self.engine.log("loaded", self)
         if self.phase is Phase.PREPARING:
             self.phase = Phase.RUNNING
         self.changed()
@@ -172,7 +180,13 @@ class Engine:
         self.waiting = asyncio.Event()
 
     def log(self, event: str, experiment: Simulated) -> None:
-        line = {"epoch": self.epoch, "event": event, "uid": experiment.desired.uid, "step": experiment.step}
+        line = {
+            "at": time.time(),
+            "epoch": self.epoch,
+            "event": event,
+            "uid": experiment.desired.uid,
+            "step": experiment.step,
+        }
         with (self.storage / "events.jsonl").open("a") as lines:
             lines.write(json.dumps(line) + "\n")
 
@@ -242,8 +256,28 @@ def create_app(engine: Engine, token: str) -> FastAPI:
     async def guard(request: Request, call_next: Any) -> Response:
         if request.url.path.startswith("/v1") and (request.headers.get("authorization") != f"Bearer {token}"):
             return await refused(request, RefusalError("unauthorized", 401, "wrong token"))
-        answer: Response = await call_next(request)
-        return answer
+        faults = read_faults()
+        if faults.get("hang") and request.url.path.endswith(faults["hang"]):
+            await asyncio.Event().wait()
+        if not request.url.path.startswith("/v1") or not faults:
+            answer: Response = await call_next(request)
+            return answer
+        if "status" in faults:
+            return Response("<html>no gateway</html>", faults["status"], media_type="text/html")
+        if "garbage" in faults:
+            return Response('{"items": [{"uid": 7, "phase": "Dancing"}], "epoch": "x"', media_type="application/json")
+        answer = await call_next(request)
+        return await lying(answer, faults["epoch"]) if "epoch" in faults else answer
+
+    def read_faults() -> dict[str, Any]:
+        path = engine.storage / "faults.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    async def lying(answer: Any, epoch: int) -> Response:
+        body = json.loads(b"".join([chunk async for chunk in answer.body_iterator]))
+        for report in (body, *body.get("items", ())):
+            report["epoch"] = epoch
+        return JSONResponse(body, answer.status_code)
 
     def find(uid: str) -> Simulated:
         if uid not in engine.experiments:
@@ -272,7 +306,9 @@ def create_app(engine: Engine, token: str) -> FastAPI:
     @app.put("/v1/experiments/{uid}")
     async def put(uid: str, desired: DesiredExperiment) -> ExperimentReport:
         assert uid == desired.uid
-        return engine.put(desired)
+        report = engine.put(desired)
+        await asyncio.sleep(float(desired.spec.environment.arguments.get("answerSeconds", "0")))
+        return report
 
     @app.get("/v1/experiments/{uid}")
     async def get(uid: str) -> ExperimentReport:
