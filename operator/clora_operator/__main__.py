@@ -1,4 +1,5 @@
-"""`clora-operator run`: settings, logging, the reconciler, and kopf as its watcher."""
+"""`clora-operator`: `run` (settings, logging, the reconciler, and kopf as its watcher), and the commands of the charts'
+hook and tests."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 import kopf
 import prometheus_client
 from kubernetes.config.config_exception import ConfigException
 
+from clora_operator import release_finalizers, wait_ready
+from clora_operator.chart_kube import ChartKube, GaveUpError, Patience
 from clora_operator.handlers import register
 from clora_operator.kube import Kube, configuration
 from clora_operator.reconciler import Reconciler
@@ -24,18 +28,35 @@ log = logging.getLogger("clora_operator")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 after SIGTERM or SIGINT, 1 after an error, 2 for settings that cannot be."""
+    flags = _parser().parse_args(argv)
+    code: int = flags.command(flags)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="clora-operator", description="clora's Kubernetes operator.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    Settings.add_flags(commands.add_parser("run", help="watch LoRAEngines and LoRAExperiments and carry them out"))
-    flags = parser.parse_args(argv)
+    running = commands.add_parser("run", help="watch LoRAEngines and LoRAExperiments and carry them out")
+    Settings.add_flags(running)
+    running.set_defaults(command=_run)
+    about = "before an uninstall: stop the operator and take its finalizer off every LoRAExperiment; nothing is deleted"
+    releasing = commands.add_parser("release-finalizers", help=about, description=about)
+    release_finalizers.add_flags(releasing)
+    releasing.set_defaults(command=_release)
+    about = "wait until the operator's Deployment is available or a LoRAEngine is ready"
+    waiting = commands.add_parser("wait-ready", help=about, description=about)
+    wait_ready.add_flags(waiting)
+    waiting.set_defaults(command=_wait)
+    return parser
+
+
+def _run(flags: argparse.Namespace) -> int:
     try:
         settings = Settings.load(flags, os.environ)
-        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+        _log_to_stderr(settings.log_level)
     except ValueError as error:
         print(f"clora-operator: {error}", file=sys.stderr)
         return 2
-    for noisy in ("httpx", "httpcore", "kubernetes", "urllib3.connectionpool", "kopf.objects", "kopf.activities"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
         asyncio.run(run(settings))
     except ConfigException as error:
@@ -45,6 +66,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.exception("the operator ends")
         return 1
     return 0
+
+
+def _release(flags: argparse.Namespace) -> int:
+    def release(kube: ChartKube, patience: Patience) -> None:
+        count = release_finalizers.release(kube, tuple(flags.namespace), flags.deployment, patience)
+        log.info("experiments released: %d", count)
+
+    return _chart_command(flags, release)
+
+
+def _wait(flags: argparse.Namespace) -> int:
+    def wait(kube: ChartKube, patience: Patience) -> None:
+        if flags.engine is not None:
+            wait_ready.wait_for_engine(kube, flags.engine, patience)
+        else:
+            wait_ready.wait_for_deployment(kube, flags.deployment, patience)
+        log.info("ready")
+
+    return _chart_command(flags, wait)
+
+
+def _chart_command(flags: argparse.Namespace, command: Callable[[ChartKube, Patience], None]) -> int:
+    _log_to_stderr("INFO")
+    try:
+        patience = Patience(deadline=time.monotonic() + flags.timeout_seconds)
+        command(ChartKube(configuration(flags.kubeconfig)), patience)
+    except (GaveUpError, ConfigException) as error:
+        print(f"clora-operator: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _log_to_stderr(level: str) -> None:
+    """Raises ValueError for a level that does not exist."""
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    for noisy in ("httpx", "httpcore", "kubernetes", "urllib3.connectionpool", "kopf.objects", "kopf.activities"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
 async def run(settings: Settings) -> None:

@@ -1,31 +1,24 @@
 """The chart on a real API server: installed, upgraded, uninstalled, and its rules held against the real operator.
 
-No pod runs there: the operator runs beside it, with nothing but the rights of the chart's ServiceAccount.
+The operator, the uninstall hook and the tests run as processes, with nothing but the rights of the accounts that the
+chart gives them (process_node.py). Their lives with experiments: test_chart_life.py.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from kubernetes import client, config
+from kubernetes import client
 
-from local import process
-from local.cache import REPOSITORY
-from local.control_plane import ControlPlane, free_port
-from local.tools import tools
+from local.control_plane import ControlPlane
 from tests.cluster_fixtures import audit_events, wait_until
+from tests.integration.chart_fixtures import CHART, ChartCluster, chart_cluster, own_ports
 
 pytestmark = pytest.mark.integration
 
-CHART = REPOSITORY / "charts" / "clora"
 KINDS = ("loraengines.clora.dev", "loraexperiments.clora.dev")
 
 EXAMPLE = '{"question": "1 + 1", "answer": "2"}'
@@ -54,27 +47,10 @@ def _engine(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A cluster without clora's kinds: the chart brings them."""
-    with ControlPlane(tmp_path_factory.mktemp("chart") / "cluster", audit=True) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def api(bare: ControlPlane) -> Iterator[client.ApiClient]:
-    with config.new_client_from_config(str(bare.kubeconfig)) as found:
-        yield found
-
-
-def _helm(cluster: ControlPlane, *arguments: str) -> str:
-    command = [str(tools() / "helm"), f"--kubeconfig={cluster.kubeconfig}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def _install(cluster: ControlPlane, namespace: str, *flags: str) -> str:
-    return _helm(cluster, "install", "clora", str(CHART), "--namespace", namespace, "--create-namespace", *flags)
+def charts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChartCluster]:
+    """Without clora's kinds: the chart brings them."""
+    with chart_cluster(tmp_path_factory.mktemp("chart")) as made:
+        yield made
 
 
 def _kinds(api: client.ApiClient) -> dict[str, Any]:
@@ -82,9 +58,10 @@ def _kinds(api: client.ApiClient) -> dict[str, Any]:
     return {crd.metadata.name: crd for crd in found}
 
 
-def test_install_upgrade_uninstall(bare: ControlPlane, api: client.ApiClient) -> None:
+def test_install_upgrade_uninstall(charts: ChartCluster) -> None:
+    api = charts.api
     apps, custom = client.AppsV1Api(api), client.CustomObjectsApi(api)
-    notes = _install(bare, "clora-system")
+    notes = charts.install("clora-system")
     assert "works in all namespaces" in notes
     assert set(_kinds(api)) == set(KINDS)
     pod = apps.read_namespaced_deployment("clora", "clora-system").spec.template.spec
@@ -92,25 +69,46 @@ def test_install_upgrade_uninstall(bare: ControlPlane, api: client.ApiClient) ->
     assert client.CoreV1Api(api).read_namespaced_service_account(pod.service_account_name, "clora-system")
 
     version = apps.read_namespaced_deployment("clora", "clora-system").metadata.generation
-    _helm(bare, "upgrade", "clora", str(CHART), "--namespace", "clora-system", "--set", "settings.workers=3")
+    place = ("--namespace", "clora-system", "--wait", "--timeout=120s")
+    charts.helm("upgrade", "clora", str(CHART), *place, *own_ports(), "--set", "settings.workers=3")
     upgraded = apps.read_namespaced_deployment("clora", "clora-system")
     assert upgraded.metadata.generation == version + 1
     assert ("CLORA_OPERATOR_WORKERS", "3") in [
         (entry.name, entry.value) for entry in upgraded.spec.template.spec.containers[0].env
     ]
 
-    wait_until(lambda: _served(custom), "the new kinds to be served")
     custom.create_namespaced_custom_object("clora.dev", "v1alpha1", "default", "loraengines", _engine("kept"))
-    _helm(bare, "uninstall", "clora", "--namespace", "clora-system", "--wait")
+    charts.uninstall("clora-system")
     assert set(_kinds(api)) == set(KINDS), "the kinds stay, and with them what people made"
     assert custom.get_namespaced_custom_object("clora.dev", "v1alpha1", "default", "loraengines", "kept")
-    assert apps.list_namespaced_deployment("clora-system").items == []
-    assert [role for role in client.RbacAuthorizationV1Api(api).list_cluster_role().items if _is_ours(role)] == []
+    assert _left_in(api, "clora-system") == []
 
-    _install(bare, "clora-system")
+    charts.install("clora-system")
     assert _kinds(api)[KINDS[0]].metadata.annotations["meta.helm.sh/release-name"] == "clora", "taken up again"
-    _helm(bare, "uninstall", "clora", "--namespace", "clora-system", "--wait")
+    charts.uninstall("clora-system")
     custom.delete_namespaced_custom_object("clora.dev", "v1alpha1", "default", "loraengines", "kept")
+
+
+def _left_in(api: client.ApiClient, namespace: str) -> list[str]:
+    """Of the release and its hooks. Pods that have ended go with their Job in the background."""
+    core, apps, batch = client.CoreV1Api(api), client.AppsV1Api(api), client.BatchV1Api(api)
+    rbac = client.RbacAuthorizationV1Api(api)
+    wait_until(lambda: not core.list_namespaced_pod(namespace).items, "the release's pods to be gone")
+    found = [
+        *apps.list_namespaced_deployment(namespace).items,
+        *batch.list_namespaced_job(namespace).items,
+        *core.list_namespaced_service(namespace).items,
+        *[account for account in core.list_namespaced_service_account(namespace).items if _name(account) != "default"],
+        *rbac.list_namespaced_role(namespace).items,
+        *rbac.list_namespaced_role_binding(namespace).items,
+        *[role for role in rbac.list_cluster_role().items if _is_ours(role)],
+        *[binding for binding in rbac.list_cluster_role_binding().items if _is_ours(binding)],
+    ]
+    return [_name(item) for item in found]
+
+
+def _name(item: Any) -> str:
+    return str(item.metadata.name)
 
 
 def _served(custom: client.CustomObjectsApi) -> bool:
@@ -121,78 +119,51 @@ def _served(custom: client.CustomObjectsApi) -> bool:
     return True
 
 
-def _is_ours(role: client.V1ClusterRole) -> bool:
-    return bool((role.metadata.labels or {}).get("app.kubernetes.io/part-of") == "clora")
+def _is_ours(item: Any) -> bool:
+    return bool((item.metadata.labels or {}).get("app.kubernetes.io/part-of") == "clora")
 
 
-def _account_kubeconfig(bare: ControlPlane, api: client.ApiClient, namespace: str, target: Path) -> Path:
-    """The administrator's kubeconfig with the token of the chart's ServiceAccount instead of the certificate."""
-    request = {"spec": {"expirationSeconds": 3600}}
-    token = client.CoreV1Api(api).create_namespaced_service_account_token("clora", namespace, request).status.token
-    content = yaml.safe_load(bare.kubeconfig.read_text())
-    content["users"][0]["user"] = {"token": token}
-    target.touch(mode=0o600)
-    target.write_text(json.dumps(content))
-    return target
-
-
-def _requests(bare: ControlPlane, user: str) -> Counter[tuple[str, str, int]]:
+def _requests(plane: ControlPlane, user: str) -> Counter[tuple[str, str, int]]:
     """How often `user` did what, with which HTTP status."""
     return Counter(
         (event["verb"], event["objectRef"]["resource"], event["responseStatus"]["code"])
-        for event in audit_events(bare)
+        for event in audit_events(plane)
         if event["user"]["username"] == user and "objectRef" in event
     )
 
 
 @pytest.mark.parametrize("scope", ["everywhere", "named"])
-def test_operator_does_its_work_with_the_rights_of_its_account(
-    bare: ControlPlane, api: client.ApiClient, tmp_path: Path, scope: str
-) -> None:
-    core, apps, custom = client.CoreV1Api(api), client.AppsV1Api(api), client.CustomObjectsApi(api)
+def test_operator_does_its_work_with_the_rights_of_its_account(charts: ChartCluster, scope: str) -> None:
+    core, apps = client.CoreV1Api(charts.api), client.AppsV1Api(charts.api)
+    custom = client.CustomObjectsApi(charts.api)
     system, tenant = f"system-{scope}", f"tenant-{scope}"
     core.create_namespace({"metadata": {"name": tenant}})
     flags = ["--set", f"watchNamespaces={{{tenant}}}"] if scope == "named" else []
-    # the kinds may be those that an earlier release of another namespace left
-    _install(bare, system, "--take-ownership", *flags)
-    wait_until(lambda: _served(custom), "the kinds to be served")
-    kubeconfig = _account_kubeconfig(bare, api, system, tmp_path / "operator.kubeconfig")
-    scope_flag = f"--namespace={tenant}" if scope == "named" else "--all-namespaces"
-    port = free_port()
-    command = [sys.executable, "-m", "clora_operator", "run", scope_flag, f"--liveness-port={port}", "--metrics-port=0"]
-    log = tmp_path / "operator.log"
-    operator = process.start([*command, f"--kubeconfig={kubeconfig}"], cwd=REPOSITORY, log=log, dies_with_parent=True)
-    try:
-        core.create_namespaced_config_map(tenant, {"metadata": {"name": "sums"}, "data": {"train.jsonl": EXAMPLE}})
-        custom.create_namespaced_custom_object("clora.dev", "v1alpha1", tenant, "loraengines", _engine("mine"))
-        custom.create_namespaced_custom_object("clora.dev", "v1alpha1", tenant, "loraexperiments", EXPERIMENT)
-        wait_until(lambda: bool(apps.list_namespaced_stateful_set(tenant).items), "the engine's StatefulSet")
+    charts.install(system, *flags)
+    core.create_namespaced_config_map(tenant, {"metadata": {"name": "sums"}, "data": {"train.jsonl": EXAMPLE}})
+    custom.create_namespaced_custom_object("clora.dev", "v1alpha1", tenant, "loraengines", _engine("mine"))
+    custom.create_namespaced_custom_object("clora.dev", "v1alpha1", tenant, "loraexperiments", EXPERIMENT)
+    wait_until(lambda: bool(apps.list_namespaced_stateful_set(tenant).items), "the engine's StatefulSet")
 
-        def listed(plural: str) -> list[dict[str, Any]]:
-            found = custom.list_namespaced_custom_object("clora.dev", "v1alpha1", tenant, plural)
-            return list(found["items"])
+    def listed(plural: str) -> list[dict[str, Any]]:
+        return list(custom.list_namespaced_custom_object("clora.dev", "v1alpha1", tenant, plural)["items"])
 
-        def told(plural: str) -> bool:
-            return bool(listed(plural)[0].get("status", {}).get("conditions"))
+    def told(plural: str) -> bool:
+        return bool(listed(plural)[0].get("status", {}).get("conditions"))
 
-        wait_until(lambda: told("loraengines") and told("loraexperiments"), "the status of both")
-        wait_until(lambda: bool(core.list_namespaced_event(tenant).items), "an event")
-        assert core.list_namespaced_service(tenant).items[0].metadata.name == "mine"
-        assert core.read_namespaced_persistent_volume_claim("mine-storage", tenant).metadata.name == "mine-storage"
-        assert [secret.metadata.name for secret in core.list_namespaced_secret(tenant).items] == ["mine-token"]
-        custom.delete_namespaced_custom_object("clora.dev", "v1alpha1", tenant, "loraexperiments", "sums")
-        wait_until(
-            lambda: (
-                not custom.list_namespaced_custom_object("clora.dev", "v1alpha1", tenant, "loraexperiments")["items"]
-            ),
-            "the deleted experiment to be released",
-        )
-        assert operator.alive()
-    finally:
-        operator.end()
-        words = log.read_text()
-        _helm(bare, "uninstall", "clora", "--namespace", system, "--wait")
-    requests = _requests(bare, f"system:serviceaccount:{system}:clora")
-    assert [request for request in requests if request[2] in (401, 403)] == [], words
-    asked = {(verb, resource) for verb, resource, _code in requests}
+    wait_until(lambda: told("loraengines") and told("loraexperiments"), "the status of both")
+    wait_until(lambda: bool(core.list_namespaced_event(tenant).items), "an event")
+    assert core.list_namespaced_service(tenant).items[0].metadata.name == "mine"
+    assert core.read_namespaced_persistent_volume_claim("mine-storage", tenant).metadata.name == "mine-storage"
+    assert [secret.metadata.name for secret in core.list_namespaced_secret(tenant).items] == ["mine-token"]
+    custom.delete_namespaced_custom_object("clora.dev", "v1alpha1", tenant, "loraexperiments", "sums")
+    wait_until(lambda: not listed("loraexperiments"), "the deleted experiment to be released")
+    words = charts.node.log("clora")
+    charts.uninstall(system)
+    for account in ("clora", "clora-uninstall"):
+        requests = _requests(charts.plane, f"system:serviceaccount:{system}:{account}")
+        assert [request for request in requests if request[2] in (401, 403)] == [], words
+    asked = {(verb, what) for verb, what, _ in _requests(charts.plane, f"system:serviceaccount:{system}:clora")}
     assert {("get", "configmaps"), ("get", "pods"), ("get", "secrets"), ("watch", "statefulsets")} <= asked
+    assert _left_in(charts.api, system) == []
+    assert client.RbacAuthorizationV1Api(charts.api).list_namespaced_role(tenant).items == []

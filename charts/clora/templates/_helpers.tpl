@@ -29,6 +29,87 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- .Values.serviceAccount.create | ternary (default (include "clora.fullname" .) .Values.serviceAccount.name) (default "default" .Values.serviceAccount.name) }}
 {{- end }}
 
+{{/* [registry/]repository:tag, or @digest, which says more than a tag. */}}
+{{- define "clora.image" -}}
+{{- with .Values.image }}
+{{- with .registry }}{{ trimSuffix "/" . }}/{{ end }}
+{{- .repository }}
+{{- empty .digest | ternary (printf ":%s" (default $.Chart.AppVersion .tag)) (printf "@%s" .digest) }}
+{{- end }}
+{{- end }}
+
+{{/* What the pods of the operator, the uninstall hook and the tests have in common. */}}
+{{- define "clora.pod" -}}
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 65532
+  runAsGroup: 65532
+  seccompProfile:
+    type: RuntimeDefault
+{{- with .Values.extraVolumes }}
+volumes:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* The same of their containers; the environment apart, for the operator's is longer. */}}
+{{- define "clora.container" -}}
+image: {{ include "clora.image" . | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{- with .Values.command }}
+command:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+resources:
+  {{- toYaml .Values.resources | nindent 2 }}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+{{- with .Values.extraVolumeMounts }}
+volumeMounts:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "clora.env" -}}
+# Nothing is written but the log.
+- name: PYTHONDONTWRITEBYTECODE
+  value: "1"
+{{- with .Values.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Labels of what helm makes beside the release: none that the operator's Deployment or Service would select. */}}
+{{- define "clora.hookLabels" -}}
+app.kubernetes.io/component: {{ .component }}
+app.kubernetes.io/part-of: clora
+app.kubernetes.io/managed-by: {{ .context.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .context.Chart.Name .context.Chart.Version | replace "+" "_" }}
+{{- end }}
+
 {{/*
 What the operator does, verb by verb. It creates and applies the children of engines and never deletes one: owner
 references do. Secrets are read for the tokens that engines refer to; by name alone, they cannot be listed.

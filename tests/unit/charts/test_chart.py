@@ -33,6 +33,11 @@ def of_kind(documents: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [document for document in documents if document["kind"] == kind]
 
 
+def hook(document: dict[str, Any]) -> str:
+    """When helm makes it; empty for what is part of the release."""
+    return str(document["metadata"].get("annotations", {}).get("helm.sh/hook", ""))
+
+
 def _container(*settings: str) -> dict[str, Any]:
     (deployment,) = of_kind(render(*settings), "Deployment")
     container: dict[str, Any] = deployment["spec"]["template"]["spec"]["containers"][0]
@@ -102,6 +107,8 @@ def test_settings_reach_the_operator_by_its_environment() -> None:
         ('watchNamespaces=["Not_A_Name"]', "watchNamespaces"),
         ('image={"pullPolicy": "Sometimes"}', "pullPolicy"),
         ("replicas=2", "replicas"),
+        ('image={"digest": "latest"}', "digest"),
+        ('uninstall={"timeoutSeconds": 0}', "timeoutSeconds"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(setting: str, words: str) -> None:
@@ -111,8 +118,8 @@ def test_a_wrong_value_is_refused_by_name(setting: str, words: str) -> None:
 
 
 def test_rules_name_every_verb_and_reach_no_further_than_the_operator_does() -> None:
-    roles = [*of_kind(render(), "ClusterRole"), *of_kind(render('watchNamespaces=["a"]'), "Role")]
-    assert len(roles) == 4, "the operator's, viewer and editor, and the operator's Role"
+    documents = [*render(), *render('watchNamespaces=["a"]')]
+    roles = [*of_kind(documents, "ClusterRole"), *of_kind(documents, "Role")]
     rules = [rule for role in roles for rule in role["rules"]]
     assert not any("*" in rule[key] for rule in rules for key in ("apiGroups", "resources", "verbs"))
     operator = next(role for role in roles if role["metadata"]["name"] == "clora")["rules"]
@@ -121,7 +128,7 @@ def test_rules_name_every_verb_and_reach_no_further_than_the_operator_does() -> 
 
 
 def test_everywhere_by_a_cluster_role_or_in_named_namespaces_by_a_role_in_each() -> None:
-    everywhere = render('rbac={"aggregate": false}')
+    everywhere = [document for document in render('rbac={"aggregate": false}') if not hook(document)]
     assert of_kind(everywhere, "Role") == []
     assert len(of_kind(everywhere, "ClusterRoleBinding")) == 1
     assert _container()["args"] == ["run", "--all-namespaces"]
@@ -129,7 +136,8 @@ def test_everywhere_by_a_cluster_role_or_in_named_namespaces_by_a_role_in_each()
     named = render('watchNamespaces=["a", "b"]', 'rbac={"aggregate": false}')
     assert of_kind(named, "ClusterRole") == []
     assert of_kind(named, "ClusterRoleBinding") == []
-    assert [role["metadata"]["namespace"] for role in of_kind(named, "Role")] == ["a", "b"]
+    roles = [role for role in of_kind(named, "Role") if role["metadata"]["name"] == "clora"]
+    assert [role["metadata"]["namespace"] for role in roles] == ["a", "b"]
     for binding in of_kind(named, "RoleBinding"):
         assert binding["subjects"][0]["namespace"] == "clora-system", "the account of the release's own namespace"
     assert _container('watchNamespaces=["a", "b"]')["args"] == ["run", "--namespace=a", "--namespace=b"]
@@ -162,3 +170,74 @@ def test_names_stay_within_what_kubernetes_allows() -> None:
     names = [document["metadata"]["name"] for document in documents if document["kind"] != "CustomResourceDefinition"]
     assert max(map(len, names)) <= 63
     assert not any(name.endswith("-") for name in names)
+
+
+def _jobs(*settings: str) -> list[dict[str, Any]]:
+    return of_kind(render(*settings), "Job")
+
+
+def test_the_uninstall_hook_leaves_nothing_and_is_no_pod_of_the_operator() -> None:
+    documents = [document for document in render() if hook(document) == "pre-delete"]
+    assert sorted(document["kind"] for document in documents) == [
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "Job",
+        "Role",
+        "RoleBinding",
+        "ServiceAccount",
+    ]
+    for document in documents:
+        policy = document["metadata"]["annotations"]["helm.sh/hook-delete-policy"].split(",")
+        assert {"before-hook-creation", "hook-succeeded", "hook-failed"} == set(policy)
+    (job,) = of_kind(documents, "Job")
+    (deployment,) = of_kind(render(), "Deployment")
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    selector = deployment["spec"]["selector"]["matchLabels"]
+    assert not set(selector) & set(labels), "or it would wait for its own end, and answer for the operator"
+
+
+def test_the_uninstall_hook_runs_as_the_operator_does_with_rights_of_its_own() -> None:
+    (job,), (deployment,) = _jobs(), of_kind(render(), "Deployment")
+    pod, other = job["spec"]["template"]["spec"], deployment["spec"]["template"]["spec"]
+    for key in ("image", "imagePullPolicy", "securityContext"):
+        assert pod["containers"][0][key] == other["containers"][0][key]
+    assert pod["securityContext"] == other["securityContext"]
+    assert pod["serviceAccountName"] != other["serviceAccountName"]
+    assert pod["containers"][0]["args"] == [
+        "release-finalizers",
+        "--deployment=clora-system/clora",
+        "--timeout-seconds=240",
+        "--all-namespaces",
+    ]
+    (named,) = _jobs('watchNamespaces=["a", "b"]')
+    assert named["spec"]["template"]["spec"]["containers"][0]["args"][-2:] == ["--namespace=a", "--namespace=b"]
+    roles = [role for kind in ("Role", "ClusterRole") for role in of_kind(render(), kind) if hook(role)]
+    granted = {
+        (resource, verb)
+        for role in roles
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert granted == {
+        ("deployments", "get"),
+        ("deployments/scale", "patch"),
+        ("pods", "list"),
+        ("loraexperiments", "list"),
+        ("loraexperiments", "patch"),
+    }
+    assert _jobs('uninstall={"releaseFinalizers": false}') == []
+
+
+def test_every_pod_comes_from_the_mirror_with_its_secret() -> None:
+    digest = "sha256:" + "a" * 64
+    image = f'image={{"registry": "mirror.example.com/clora/", "digest": "{digest}"}}'
+    for document in [*render(image, 'imagePullSecrets=[{"name": "mirror"}]')]:
+        if document["kind"] in ("Job", "Deployment"):
+            pod = document["spec"]["template"]["spec"]
+        elif document["kind"] == "Pod":
+            pod = document["spec"]
+        else:
+            continue
+        assert pod["imagePullSecrets"] == [{"name": "mirror"}]
+        assert [each["image"] for each in pod["containers"]] == [f"mirror.example.com/clora/clora-operator@{digest}"]

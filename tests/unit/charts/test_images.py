@@ -26,7 +26,7 @@ def _pins(name: str) -> dict[str, str]:
 
 
 def test_operator_runs_as_the_user_of_the_chart() -> None:
-    template = (REPOSITORY / "charts" / "clora" / "templates" / "deployment.yaml").read_text()
+    template = (REPOSITORY / "charts" / "clora" / "templates" / "_helpers.tpl").read_text()
     user = re.search(r"runAsUser: (\d+)", template)
     assert user
     assert _instruction("operator.Dockerfile", "USER") == f"{user[1]}:{user[1]}"
