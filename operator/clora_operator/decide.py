@@ -7,25 +7,32 @@ memory and status. Leaves out deletion (decide_release) and which engine an expe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
-from functools import cached_property
 
 from clora_api import FINALIZER
-from clora_api.control import OCCUPYING, DesiredExperiment, ExperimentReport, Phase, RunMode, spec_digest
+from clora_api.control import DesiredExperiment, ExperimentReport, Phase
 from clora_api.v1alpha1.conditions import ExperimentCondition, Reason
-from clora_api.v1alpha1.experiment import ExperimentSpec
+from clora_operator.case import (
+    LOOK_AGAIN_SECONDS,
+    PUT_RETRY_SECONDS,
+    Case,
+    attaching,
+    leave_slot,
+    unaccepted,
+    waiting,
+)
+from clora_operator.claims import EVICTING, Assignment, taken_by
+from clora_operator.decide_end import after_the_end
 from clora_operator.decide_release import decide_release
-from clora_operator.desired import desired_experiment, engine_key
+from clora_operator.desired import engine_key
 from clora_operator.experiment_status import Course, End, experiment_plan
 from clora_operator.observe import ObservedExperiment
-from clora_operator.plan import Action, AddFinalizer, DeleteOnEngine, Plan, PutOnEngine
+from clora_operator.plan import AddFinalizer, Plan, PutOnEngine
 from clora_operator.resources import find_condition, from_rfc3339
 from clora_operator.settings import Settings
 from clora_operator.status import Verdict
 
-PUT_RETRY_SECONDS = 5.0  # after a PUT that the engine did not answer
-LOOK_AGAIN_SECONDS = 30.0  # for what no event tells: a ConfigMap that appears
 LONGEST_BACKOFF_SECONDS = 300.0
 
 
@@ -33,60 +40,22 @@ def decide_experiment(o: ObservedExperiment, now: datetime, settings: Settings) 
     if o.experiment.meta.deleted is not None:
         return decide_release(o, now, settings)
     if o.experiment.finished:
-        return _after_the_end(o)
+        return after_the_end(o)
     if FINALIZER not in o.experiment.meta.finalizers:
         return Plan(actions=(AddFinalizer(),))
     if o.assignment is None:
         return Plan()  # placement has not seen it yet and will wake it
-    case = _Case(o, now, settings)
+    case = Case(o, now, settings)
     course = next(course for question in _QUESTIONS if (course := question(case)) is not None)
     if course.undecided:
         return Plan(wants_slot=True)
     return experiment_plan(o, course, now, settings)
 
 
-@dataclass(frozen=True)
-class _Case:
-    """One decision's inputs, with what several questions need."""
-
-    o: ObservedExperiment
-    now: datetime
-    settings: Settings
-
-    @property
-    def spec(self) -> ExperimentSpec:
-        spec = self.o.experiment.spec
-        assert spec is not None
-        return spec
-
-    @property
-    def report(self) -> ExperimentReport | None:
-        return self.o.report
-
-    @property
-    def occupying(self) -> bool:
-        return self.report is not None and self.report.phase in OCCUPYING
-
-    @cached_property
-    def desired(self) -> DesiredExperiment | None:
-        return desired_experiment(self.o)
-
-    @cached_property
-    def digest(self) -> str:
-        """Of `desired`, whatever its mode; it takes the experiment's data in, so it is made once."""
-        assert self.desired is not None
-        return spec_digest(self.desired)
-
-    @property
-    def engine_name(self) -> str:
-        assert self.o.assignment is not None
-        return self.o.assignment.engine or ""
-
-
 # ------------------------------------------------------------------------------- the questions, in order
 
 
-def _has_it_ended(case: _Case) -> Course | None:
+def _has_it_ended(case: Case) -> Course | None:
     report, attempts = case.report, case.o.experiment.status.restarts
     if report is None:
         return None
@@ -104,7 +73,7 @@ def _has_it_ended(case: _Case) -> Course | None:
     return None
 
 
-def _is_it_overdue(case: _Case) -> Course | None:
+def _is_it_overdue(case: Case) -> Course | None:
     deadline = _deadline(case)
     if deadline is None or case.now < deadline:
         return None
@@ -112,38 +81,40 @@ def _is_it_overdue(case: _Case) -> Course | None:
     return Course(end=End(ExperimentCondition.FAILED, Reason.DEADLINE_EXCEEDED, message))
 
 
-def _is_it_unacceptable(case: _Case) -> Course | None:
+def _is_it_unacceptable(case: Case) -> Course | None:
     o = case.o
     assert o.assignment is not None
     if o.experiment.spec is None:
-        return _unaccepted(Reason.INVALID_SPEC, o.experiment.invalid)
+        return unaccepted(Reason.INVALID_SPEC, o.experiment.invalid)
     if o.assignment.reason in (Reason.ENGINE_NOT_FOUND, Reason.RANK_TOO_HIGH):
-        return _unaccepted(o.assignment.reason, o.assignment.message)
+        return unaccepted(o.assignment.reason, o.assignment.message)
     if case.occupying:
         return _refused_change(case)  # what it runs with was accepted, whatever has happened to its sources since
+    if o.priority.reason is not None:
+        return unaccepted(o.priority.reason, o.priority.problem)
     if o.data_missing:
-        return replace(_unaccepted(Reason.DATA_NOT_FOUND, o.data_missing), requeue_after=LOOK_AGAIN_SECONDS)
+        return replace(unaccepted(Reason.DATA_NOT_FOUND, o.data_missing), requeue_after=LOOK_AGAIN_SECONDS)
     if o.init is not None and o.init.source is None and o.init.reason != Reason.WAITING_FOR_INIT:
         assert o.init.reason is not None
-        return _unaccepted(o.init.reason, o.init.message)
+        return unaccepted(o.init.reason, o.init.message)
     if o.init is not None and o.init.engine not in (None, case.engine_name):
         message = f"initFrom.experiment: its steps are on LoRAEngine {o.init.engine}, not on {case.engine_name}"
-        return _unaccepted(Reason.INIT_FROM_NOT_FOUND, message)
+        return unaccepted(Reason.INIT_FROM_NOT_FOUND, message)
     return _refused_change(case)
 
 
-def _refused_change(case: _Case) -> Course | None:
+def _refused_change(case: Case) -> Course | None:
     answer = case.o.memory.answer
     if answer is None or not answer.invalid or case.desired is None or answer.digest != case.digest:
         return None
     assert answer.problem is not None
     problem = answer.problem
     where = f"{_field(problem.field)}: " if problem.field else ""
-    course = _unaccepted(Reason.INVALID_SPEC, where + (problem.detail or problem.title))
+    course = unaccepted(Reason.INVALID_SPEC, where + (problem.detail or problem.title))
     return replace(course, requeue_after=LOOK_AGAIN_SECONDS)
 
 
-def _is_its_engine_silent(case: _Case) -> Course | None:
+def _is_its_engine_silent(case: Case) -> Course | None:
     """Only for an experiment that may be running there: whoever waits, waits for a ready engine anyway."""
     view = case.o.view
     before = find_condition(case.o.experiment.status.conditions, ExperimentCondition.ATTACHED)
@@ -161,29 +132,27 @@ def _is_its_engine_silent(case: _Case) -> Course | None:
     return Course(attached=unknown, progressing=unknown, wants_slot=True)
 
 
-def _is_it_suspended(case: _Case) -> Course | None:
+def _is_it_suspended(case: Case) -> Course | None:
     if not case.spec.suspend:
         return None
-    report = case.report
-    if report is None or not case.occupying:
-        return _waiting(Reason.SUSPENDED, "spec.suspend is true")
-    if case.desired is None:
-        gone = Verdict("False", Reason.DATA_NOT_FOUND, f"{case.o.data_missing}: the engine cannot be told to suspend")
-        return Course(accepted=gone, requeue_after=LOOK_AGAIN_SECONDS)
-    actions: tuple[Action, ...] = ()
-    if report.mode is not RunMode.SUSPEND:
-        desired = case.desired.model_copy(update={"mode": RunMode.SUSPEND})
-        actions = (PutOnEngine(engine_key(case.o), desired),)
-    message = "finishing the step before the suspension"
-    return Course(
-        attached=Verdict("True" if report.adapter_loaded else "False", Reason.SUSPENDING, message),
-        progressing=Verdict("False", Reason.SUSPENDING, message),
-        actions=actions,
-        requeue_after=PUT_RETRY_SECONDS,
+    if not case.occupying:
+        return waiting(Reason.SUSPENDED, "spec.suspend is true")
+    return leave_slot(case, Reason.SUSPENDING, "finishing the step before the suspension")
+
+
+def _must_it_leave(case: Case) -> Course | None:
+    """Placement wants its slot back."""
+    assignment = case.o.assignment
+    assert assignment is not None
+    if not case.occupying or assignment.reason not in EVICTING:
+        return None
+    course = leave_slot(case, assignment.reason, f"finishing the step before it detaches: {assignment.message}")
+    return replace(
+        course, wants_slot=True, queue_position=assignment.position, preempted_by=assignment.preemptor or None
     )
 
 
-def _does_it_wait_after_a_failure(case: _Case) -> Course | None:
+def _does_it_wait_after_a_failure(case: Case) -> Course | None:
     report, attempts = case.report, case.o.experiment.status.restarts
     if report is None or report.phase is not Phase.FAILED:
         return None
@@ -196,33 +165,58 @@ def _does_it_wait_after_a_failure(case: _Case) -> Course | None:
         return None
     tries = f"try {attempt} of {case.spec.backoff_limit} follows {pause:g} s after the failure"
     message = f"{tries}; {report.reason}: {report.message}"
-    return replace(_waiting(Reason.RETRYING, message), restarts=attempt, requeue_after=max(left, 0.0))
+    return replace(waiting(Reason.RETRYING, message), restarts=attempt, requeue_after=max(left, 0.0))
 
 
-def _does_it_wait_for_a_slot(case: _Case) -> Course | None:
+def _does_it_wait_for_a_slot(case: Case) -> Course | None:
     o = case.o
     assert o.assignment is not None
     if case.occupying:
         return None
     if o.init is not None and o.init.source is None:
-        return _waiting(Reason.WAITING_FOR_INIT, o.init.message)
+        return waiting(Reason.WAITING_FOR_INIT, o.init.message)
     if o.view is None or not o.view.ready:
+        if _just_asked(case):
+            return Course(requeue_after=1.0, wants_slot=True, queue_position=o.experiment.status.queue_position)
         message = f"LoRAEngine {case.engine_name} is not ready"
-        return replace(_waiting(Reason.WAITING_FOR_ENGINE, message), wants_slot=True)
+        return replace(waiting(Reason.WAITING_FOR_ENGINE, message), wants_slot=True)
     if o.assignment.admitted:
         return None
     if o.assignment.reason is None:
         return Course(undecided=True)  # placement has yet to learn that it wants a slot
-    waiting = _waiting(o.assignment.reason, o.assignment.message)
-    return replace(waiting, wants_slot=True, queue_position=o.assignment.position)
+    return replace(_in_the_queue(case, o.assignment), wants_slot=True, queue_position=o.assignment.position)
 
 
-def _how_is_it_attached(case: _Case) -> Course:
+def _just_asked(case: Case) -> bool:
+    """An operator that has just started has no answer of the engine's yet: who was in its queue is still there."""
+    view, status = case.o.view, case.o.experiment.status
+    attached = find_condition(status.conditions, ExperimentCondition.ATTACHED)
+    if attached is None or attached.reason not in (Reason.QUEUED, Reason.PREEMPTED):
+        return False
+    if view is not None and (view.info is not None or view.error):
+        return False
+    since = (view.down_since if view else case.o.memory.silent_since) or case.now
+    return (case.now - since).total_seconds() < case.settings.unreachable_grace_seconds
+
+
+def _in_the_queue(case: Case, assignment: Assignment) -> Course:
+    """Who was preempted says so until it has a slot again."""
+    assert assignment.reason is not None
+    preemptor = assignment.preemptor or case.o.experiment.status.preempted_by
+    if not preemptor or assignment.reason not in (Reason.QUEUED, Reason.PREEMPTED):
+        return waiting(assignment.reason, assignment.message)
+    message = assignment.message
+    if assignment.reason is Reason.QUEUED:
+        message = f"{taken_by(preemptor)}; {message}"
+    return replace(waiting(Reason.PREEMPTED, message), preempted_by=preemptor)
+
+
+def _how_is_it_attached(case: Case) -> Course:
     """It has a slot, or may take one."""
     o, report = case.o, case.report
     status = o.experiment.status
     claimed = status.engine is not None and status.engine.name == case.engine_name
-    course = _attaching(f"LoRAEngine {case.engine_name} prepares the adapter")
+    course = attaching(f"LoRAEngine {case.engine_name} prepares the adapter")
     if not claimed or (o.init is not None and status.init_from is None):
         # Written before the engine is told: an operator that dies in between must not choose another engine.
         return replace(course, claim=True, requeue_after=0.0)
@@ -240,12 +234,13 @@ def _how_is_it_attached(case: _Case) -> Course:
     return course
 
 
-_QUESTIONS: tuple[Callable[[_Case], Course | None], ...] = (
+_QUESTIONS: tuple[Callable[[Case], Course | None], ...] = (
     _has_it_ended,
     _is_it_unacceptable,
     _is_it_overdue,
     _is_its_engine_silent,
     _is_it_suspended,
+    _must_it_leave,
     _does_it_wait_after_a_failure,
     _does_it_wait_for_a_slot,
     _how_is_it_attached,
@@ -255,7 +250,7 @@ _QUESTIONS: tuple[Callable[[_Case], Course | None], ...] = (
 # ------------------------------------------------------------------------------- helpers
 
 
-def _put(case: _Case, desired: DesiredExperiment, course: Course) -> Course:
+def _put(case: Case, desired: DesiredExperiment, course: Course) -> Course:
     """Tells the engine, unless it did not take the same a moment ago. A running experiment's conditions wait for the
     answer: a change of its spec is no detachment."""
     attached = find_condition(case.o.experiment.status.conditions, ExperimentCondition.ATTACHED)
@@ -270,47 +265,22 @@ def _put(case: _Case, desired: DesiredExperiment, course: Course) -> Course:
     if not answer.trouble or left <= 0:
         return replace(course, actions=(PutOnEngine(engine_key(case.o), desired),), requeue_after=0.0)
     if course.attached is not None and answer.full:
-        course = replace(_waiting(Reason.QUEUED, answer.trouble), wants_slot=True)
+        course = replace(waiting(Reason.QUEUED, answer.trouble), wants_slot=True)
     elif course.attached is not None:
-        course = _attaching(f"LoRAEngine {case.engine_name} has not taken it and is asked again: {answer.trouble}")
+        course = attaching(f"LoRAEngine {case.engine_name} has not taken it and is asked again: {answer.trouble}")
     return replace(course, requeue_after=left)
 
 
-def _differs(case: _Case, report: ExperimentReport, desired: DesiredExperiment) -> bool:
+def _differs(case: Case, report: ExperimentReport, desired: DesiredExperiment) -> bool:
     if report.phase is Phase.DELETING:
         return False
     told = (report.spec_digest, report.mode) == (case.digest, desired.mode)
     return not told or report.attempt < desired.attempt
 
 
-def _after_the_end(o: ObservedExperiment) -> Plan:
-    """Nothing, but that an engine which still runs it (a deadline has passed) is told to stop."""
-    report = o.report
-    if report is None or report.phase not in (Phase.PREPARING, Phase.RUNNING) or report.mode is RunMode.SUSPEND:
-        return Plan()
-    desired = desired_experiment(o, RunMode.SUSPEND)
-    stop: Action = DeleteOnEngine(engine_key(o), o.experiment.meta.uid, "Retain")
-    if desired is not None:
-        stop = PutOnEngine(engine_key(o), desired)
-    return Plan(actions=(stop,), requeue_after=PUT_RETRY_SECONDS)
-
-
-def _deadline(case: _Case) -> datetime | None:
+def _deadline(case: Case) -> datetime | None:
     start, seconds = case.o.experiment.status.start_time, case.spec.active_deadline_seconds
     return from_rfc3339(start) + timedelta(seconds=seconds) if start and seconds else None
-
-
-def _waiting(reason: Reason, message: str) -> Course:
-    verdict = Verdict("False", reason, message)
-    return Course(attached=verdict, progressing=verdict)
-
-
-def _attaching(message: str) -> Course:
-    return replace(_waiting(Reason.ATTACHING, message), wants_slot=True)
-
-
-def _unaccepted(reason: Reason, message: str) -> Course:
-    return replace(_waiting(reason, message), accepted=Verdict("False", reason, message))
 
 
 def _field(path: str | None) -> str:

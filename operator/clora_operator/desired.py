@@ -6,6 +6,10 @@ from clora_api.control import DesiredExperiment, RunMode
 from clora_operator.observe import ObservedExperiment
 from clora_operator.resources import Key
 
+# What only the operator acts on: a change of it is no news for an engine, and an engine of an earlier release need not
+# know it.
+_OPERATORS_OWN = {"priority_class_name": None}
+
 
 def desired_experiment(o: ObservedExperiment, mode: RunMode = RunMode.RUN) -> DesiredExperiment | None:
     """None while its data or its starting weights are not known."""
@@ -17,7 +21,7 @@ def desired_experiment(o: ObservedExperiment, mode: RunMode = RunMode.RUN) -> De
         namespace=experiment.meta.namespace,
         name=experiment.meta.name,
         generation=experiment.meta.generation,
-        spec=experiment.spec,
+        spec=experiment.spec.model_copy(update=_OPERATORS_OWN),
         mode=mode,
         attempt=experiment.status.restarts,
         init_source=o.init.source if o.init else None,

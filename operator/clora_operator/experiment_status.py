@@ -17,6 +17,7 @@ from clora_api.v1alpha1.experiment import (
     InitFromStatus,
     Progress,
 )
+from clora_operator.claims import EVICTING
 from clora_operator.observe import ObservedExperiment
 from clora_operator.plan import Action, Event, Plan
 from clora_operator.resources import find_condition, from_rfc3339, to_rfc3339
@@ -40,6 +41,7 @@ class Course:
     accepted, attached, progressing   None: as it was (accepted: SpecValid, unless the engine had refused this spec)
     claim                             write into status which engine it belongs to, and what it starts from
     restarts                          retries so far; None: as it was
+    preempted_by                      who has taken its slot; None: as it was, until it has a slot again
     undecided                         nothing can be said before the next placement
     """
 
@@ -53,6 +55,7 @@ class Course:
     queue_position: int | None = None
     claim: bool = False
     restarts: int | None = None
+    preempted_by: str | None = None
     undecided: bool = False
 
 
@@ -93,7 +96,14 @@ def _status(o: ObservedExperiment, course: Course, now: datetime) -> ExperimentS
         init_from=InitFromStatus(uid=init.uid, step=init.step) if init else old.init_from,
         start_time=old.start_time or (to_rfc3339(now) if attached_now or (course.end and report) else None),
         completion_time=to_rfc3339(now) if course.end else None,
+        preempted_by=_preempted_by(old, course),
     )
+
+
+def _preempted_by(old: ExperimentStatus, course: Course) -> str | None:
+    """Forgotten once it has a slot again, or does not wait for one any more."""
+    over = course.attached is not None and course.attached.reason in _NOT_PREEMPTED
+    return None if course.end or over else course.preempted_by or old.preempted_by
 
 
 def _verdicts(o: ObservedExperiment, course: Course) -> dict[str, Verdict]:
@@ -123,7 +133,10 @@ def _verdicts(o: ObservedExperiment, course: Course) -> dict[str, Verdict]:
 
 def _accepted(o: ObservedExperiment) -> Verdict:
     """An engine's refusal of this very spec stands until the engine has taken it: a restarted operator, which has
-    forgotten the answer, asks again without saying meanwhile that all is well."""
+    forgotten the answer, asks again without saying meanwhile that all is well. What runs while its priority class goes
+    runs on, at priority 0."""
+    if o.priority.reason is not None:
+        return Verdict("False", o.priority.reason, o.priority.problem)
     before = find_condition(o.experiment.status.conditions, ExperimentCondition.ACCEPTED)
     refused = before is not None and before.status == "False" and before.reason == Reason.INVALID_SPEC
     unanswered = o.report is None and o.memory.answer is None
@@ -193,6 +206,8 @@ def _events(changed: list[Condition]) -> tuple[Event, ...]:
         kind, status = condition.type, condition.status
         if kind == ExperimentCondition.ACCEPTED and status == "False":
             events.append(event_of(condition, warning=True))
+        elif kind == ExperimentCondition.ATTACHED and status == "True" and condition.reason in EVICTING:
+            continue  # told once it has left
         elif kind == ExperimentCondition.ATTACHED and condition.reason not in _TOLD_ELSEWHERE:
             events.append(event_of(condition, warning=status == "Unknown"))
         elif kind == ExperimentCondition.PROGRESSING and condition.reason == Reason.RETRYING:
@@ -202,6 +217,9 @@ def _events(changed: list[Condition]) -> tuple[Event, ...]:
     return tuple(events)
 
 
+# reasons of Attached with which a preemption is over
+_NOT_PREEMPTED = {Reason.ENGINE_CONFIRMED, Reason.SUSPENDING, Reason.SUSPENDED}
+
 # reasons of Attached that another condition's event tells
 _TOLD_ELSEWHERE = {
     Reason.RETRYING,
@@ -209,6 +227,8 @@ _TOLD_ELSEWHERE = {
     Reason.INVALID_SPEC,
     Reason.ENGINE_NOT_FOUND,
     Reason.RANK_TOO_HIGH,
+    Reason.PRIORITY_CLASS_NOT_FOUND,
+    Reason.PRIORITY_CLASS_UNREADABLE,
     Reason.DATA_NOT_FOUND,
     Reason.INIT_FROM_NOT_FOUND,
     Reason.INIT_FROM_FAILED,

@@ -129,6 +129,10 @@ class Kube:
     def pod(self, namespace: str, name: str) -> dict[str, Any] | None:
         return self._found(self._core.read_namespaced_pod, name, namespace)
 
+    def priority_class(self, name: str) -> dict[str, Any] | None:
+        call = self._custom.get_cluster_custom_object
+        return self._found(call, "scheduling.k8s.io", "v1", "priorityclasses", name)
+
     def stateful_set(self, namespace: str, name: str) -> dict[str, Any] | None:
         return self._found(self._custom.get_namespaced_custom_object, "apps", "v1", namespace, "statefulsets", name)
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from clora_api.control import ExperimentReport, InitSource, Problem
 from clora_api.v1alpha1.conditions import ExperimentCondition, Reason
+from clora_operator.claims import Assignment
 from clora_operator.links import EngineView
-from clora_operator.placement import Assignment
+from clora_operator.priorities import Priority
 from clora_operator.resources import Engine, Experiment, find_condition
 
 
@@ -68,7 +69,8 @@ class Init:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedExperiment:
     """engine, view: the LoRAEngine that it is assigned to, or was told of, and what that engine says.
-    data_missing: why data.configMap could not be read; data_text: what it holds."""
+    data_missing: why data.configMap could not be read; data_text: what it holds. priority: what priorityClassName comes
+    to."""
 
     experiment: Experiment
     assignment: Assignment | None
@@ -77,6 +79,7 @@ class ObservedExperiment:
     data_text: str | None
     data_missing: str
     init: Init | None
+    priority: Priority
     memory: Memory
 
     @property

@@ -11,13 +11,14 @@ from datetime import datetime
 from typing import Any
 
 from clora_api.control import Phase
-from clora_api.v1alpha1.conditions import EngineCondition, ExperimentCondition
+from clora_api.v1alpha1.conditions import EngineCondition, ExperimentCondition, Reason
 from clora_operator import workload
 from clora_operator.cache import Cache
+from clora_operator.claims import Assignment, Claim, Room
 from clora_operator.kube import Kube
 from clora_operator.links import EngineView, Links
 from clora_operator.observe import Memory, ObservedEngine, ObservedExperiment, resolve_init
-from clora_operator.placement import Assignment, Claim, Room
+from clora_operator.priorities import PriorityClasses
 from clora_operator.resources import Engine, Experiment, Key, find_condition
 
 
@@ -31,8 +32,11 @@ class EngineMemory:
 
 
 class Observer:
-    def __init__(self, kube: Kube, cache: Cache, links: Links, clock: Callable[[], datetime]) -> None:
+    def __init__(
+        self, kube: Kube, cache: Cache, links: Links, priorities: PriorityClasses, clock: Callable[[], datetime]
+    ) -> None:
         self._kube, self._cache, self._links, self._clock = kube, cache, links, clock
+        self._priorities = priorities
 
     async def experiment(
         self, experiment: Experiment, assignment: Assignment | None, memory: Memory
@@ -48,6 +52,7 @@ class Observer:
             failed = (report.attempt, self._clock())
         silent_since = None if view is not None else memory.silent_since or self._clock()
         text, missing = await self._data(experiment, memory)
+        priority = await self._priorities.read(experiment.spec.priority_class_name if experiment.spec else None)
         return ObservedExperiment(
             experiment=experiment,
             assignment=assignment,
@@ -56,6 +61,7 @@ class Observer:
             data_text=text,
             data_missing=missing,
             init=resolve_init(experiment, self._init_source(experiment)),
+            priority=priority,
             memory=replace(memory, data_text=text, failed=failed, silent_since=silent_since),
         )
 
@@ -153,7 +159,7 @@ def rooms(cache: Cache, links: Links, now: datetime) -> list[Room]:
     return found
 
 
-def claims(cache: Cache, links: Links, memories: Mapping[str, Memory]) -> list[Claim]:
+def claims(cache: Cache, links: Links, memories: Mapping[str, Memory], priorities: PriorityClasses) -> list[Claim]:
     """What placement has to know of the experiments. One that is being deleted or has ended keeps its slot until the
     engine says otherwise, and wants none."""
     found = []
@@ -166,6 +172,7 @@ def claims(cache: Cache, links: Links, memories: Mapping[str, Memory]) -> list[C
             continue
         memory = memories.get(meta.uid)
         attached = find_condition(experiment.status.conditions, ExperimentCondition.ATTACHED)
+        priority = priorities.known(spec.priority_class_name if spec else None)
         found.append(
             Claim(
                 uid=meta.uid,
@@ -177,11 +184,23 @@ def claims(cache: Cache, links: Links, memories: Mapping[str, Memory]) -> list[C
                 selector=spec.engine_selector.match_labels if spec and spec.engine_selector else None,
                 pinned=_pinned(experiment, view, memory, cache),
                 holds=holds,
+                leaving=over or (spec is not None and spec.suspend),
                 attached=attached is not None and attached.status != "False",
                 wants=not over and memory is not None and memory.wants_slot,
+                priority=priority.value if priority else 0,
+                preempts=priority is not None and priority.preempts and not _refused(experiment),
+                preemptible=priority is not None,
             )
         )
     return found
+
+
+def _refused(experiment: Experiment) -> bool:
+    """The engine has refused this very spec: nobody makes room for it, also after a restart that has forgotten why."""
+    accepted = find_condition(experiment.status.conditions, ExperimentCondition.ACCEPTED)
+    if accepted is None or accepted.status != "False" or accepted.reason != Reason.INVALID_SPEC:
+        return False
+    return accepted.observed_generation == experiment.meta.generation
 
 
 def _pinned(experiment: Experiment, view: EngineView | None, memory: Memory | None, cache: Cache) -> str | None:

@@ -16,6 +16,7 @@ from datetime import datetime
 from clora_operator import metrics
 from clora_operator.act import Actor, Outcome
 from clora_operator.cache import Cache
+from clora_operator.claims import Assignment
 from clora_operator.decide import decide_experiment
 from clora_operator.decide_engine import decide_engine
 from clora_operator.engine_client import EngineError
@@ -23,7 +24,8 @@ from clora_operator.kube import ENGINES, EXPERIMENTS, Kube, KubeError
 from clora_operator.links import Change, Links
 from clora_operator.observe import Memory
 from clora_operator.observer import EngineMemory, Observer, claims, rooms, starts_from
-from clora_operator.placement import Assignment, place
+from clora_operator.placement import place
+from clora_operator.priorities import PriorityClasses
 from clora_operator.resources import Experiment, Key
 from clora_operator.settings import Settings
 from clora_operator.work_queue import WorkQueue
@@ -42,7 +44,8 @@ class Reconciler:
         self.cache = Cache()
         self.links = Links(settings.poll_seconds, clock, self._on_change)
         self._actor = Actor(kube, self.cache, self.links, clock)
-        self._observer = Observer(kube, self.cache, self.links, clock)
+        self._priorities = PriorityClasses(kube)
+        self._observer = Observer(kube, self.cache, self.links, self._priorities, clock)
         self._queue: WorkQueue[Key] = WorkQueue()
         self._assignments: dict[str, Assignment] = {}
         self._memories: dict[str, Memory] = {}  # of experiments, by uid
@@ -190,7 +193,7 @@ class Reconciler:
     def _place(self) -> None:
         now = self._clock()
         seats = rooms(self.cache, self.links, now)
-        found = place(seats, claims(self.cache, self.links, self._memories))
+        found = place(seats, claims(self.cache, self.links, self._memories, self._priorities))
         old, self._assignments = self._assignments, found
         for experiment in self.cache.experiments():
             uid = experiment.meta.uid
@@ -238,7 +241,10 @@ class Reconciler:
     async def _list_everything(self) -> None:
         engines = await asyncio.to_thread(self._kube.list_all, ENGINES, self._settings.namespaces)
         experiments = await asyncio.to_thread(self._kube.list_all, EXPERIMENTS, self._settings.namespaces)
-        for key in self.cache.replace("engine", engines) | self.cache.replace("experiment", experiments):
+        keys = self.cache.replace("engine", engines) | self.cache.replace("experiment", experiments)
+        specs = [experiment.spec for experiment in self.cache.experiments() if experiment.spec]
+        await self._priorities.refresh(spec.priority_class_name for spec in specs if spec.priority_class_name)
+        for key in keys:
             self.wake(key)
 
     async def _retire_unless_needed(self, key: Key) -> None:

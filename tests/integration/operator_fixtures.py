@@ -41,6 +41,8 @@ RULES = [
     {"apiGroups": [""], "resources": ["configmaps", "pods"], "verbs": ["get"]},
     {"apiGroups": [""], "resources": ["events"], "verbs": ["create"]},
 ]
+# What it reads of the whole cluster, where it may.
+CLUSTER_RULES = [{"apiGroups": ["scheduling.k8s.io"], "resources": ["priorityclasses"], "verbs": ["get"]}]
 # Times that make a test quick; what a test is about it sets itself.
 QUICK = {
     "METRICS_PORT": "0",
@@ -70,19 +72,19 @@ class EngineProcess:
 
     def __init__(self, folder: Path, *, max_experiments: int = 4, max_rank: int = 32) -> None:
         folder.mkdir(parents=True)
-        self._folder, self._port = folder, free_port()
+        self.storage, self._port = folder, free_port()
         self._limits = (max_experiments, max_rank)
         self._process: subprocess.Popen[bytes] | None = None
         self._token = folder / "token"
-        self._token.write_text(TOKEN)
+        self.set_token(TOKEN)
         self.endpoint = f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
         """Returns once it answers."""
         command = [sys.executable, "-m", "tests.integration.simulated_engine", "--port", str(self._port)]
-        command += ["--storage", str(self._folder), "--token-file", str(self._token)]
+        command += ["--storage", str(self.storage), "--token-file", str(self._token)]
         command += ["--max-experiments", str(self._limits[0]), "--max-rank", str(self._limits[1])]
-        with (self._folder / "engine.log").open("ab") as log:
+        with (self.storage / "engine.log").open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         wait_for(lambda: answers(f"{self.endpoint}/healthz"), "the simulated engine to answer", START_SECONDS)
 
@@ -91,8 +93,13 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
 
+    def set_token(self, token: str) -> None:
+        """The only one that it accepts from now on."""
+        self._token.write_text(token)
+
     def get(self, path: str) -> Any:
-        answer = httpx.get(self.endpoint + path, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False)
+        headers = {"Authorization": f"Bearer {self._token.read_text()}"}
+        answer = httpx.get(self.endpoint + path, headers=headers, trust_env=False)
         answer.raise_for_status()
         return answer.json()
 
@@ -101,12 +108,12 @@ class EngineProcess:
 
     def events(self, event: str, uid: str) -> list[dict[str, Any]]:
         """What happened to an experiment, over all epochs."""
-        path = self._folder / "events.jsonl"
+        path = self.storage / "events.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [line for line in lines if (line["event"], line["uid"]) == (event, uid)]
 
     def has_files(self, uid: str) -> bool:
-        return any((self._folder / "experiments" / uid).glob("*"))
+        return any((self.storage / "experiments" / uid).glob("*"))
 
 
 class OperatorProcess:
@@ -138,6 +145,10 @@ class OperatorProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def stop(self) -> int:
         """SIGTERM, as kubelet does; the exit code."""
@@ -261,7 +272,7 @@ def wait_for(check: Callable[[], bool], what: str, seconds: float = SECONDS) -> 
 def restricted_kubeconfig(
     control_plane: ControlPlane | NodeCluster, kube: client.ApiClient, namespace: str, folder: Path
 ) -> Path:
-    """The kubeconfig of a ServiceAccount that has RULES in `namespace` and nothing else."""
+    """The kubeconfig of a ServiceAccount that has RULES in `namespace` and CLUSTER_RULES, and nothing else."""
     core, rbac = client.CoreV1Api(kube), client.RbacAuthorizationV1Api(kube)
     name = "clora-operator"
     core.create_namespaced_service_account(namespace, {"metadata": {"name": name}})
@@ -269,6 +280,11 @@ def restricted_kubeconfig(
     subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
     rbac.create_namespaced_role_binding(namespace, {"metadata": {"name": name}, "subjects": [subject], "roleRef": role})
+    everywhere = f"{name}-{namespace}"
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": everywhere}
+    binding = {"metadata": {"name": everywhere}, "subjects": [subject], "roleRef": role}
+    rbac.create_cluster_role({"metadata": {"name": everywhere}, "rules": CLUSTER_RULES})
+    rbac.create_cluster_role_binding(binding)
     token = core.create_namespaced_service_account_token(name, namespace, {"spec": {"expirationSeconds": 3600}})
     admin = yaml.safe_load(control_plane.kubeconfig.read_text())
     admin["users"] = [{"name": name, "user": {"token": token.status.token}}]
@@ -284,7 +300,7 @@ class Stage:
     """Starts what a test needs and ends it with the test."""
 
     def __init__(self, stack: ExitStack, folder: Path, kubeconfig: Path, cluster: Cluster) -> None:
-        self._stack, self._folder, self._kubeconfig = stack, folder, kubeconfig
+        self._stack, self._folder, self.kubeconfig = stack, folder, kubeconfig
         self.cluster = cluster
 
     def start_engine(self, name: str = "main", *, max_experiments: int = 4, max_rank: int = 32) -> EngineProcess:
@@ -296,7 +312,7 @@ class Stage:
         return engine
 
     def start_operator(self, **settings: str) -> OperatorProcess:
-        operator = OperatorProcess(self._kubeconfig, self.cluster.namespace, self._folder / "operator.log", **settings)
+        operator = OperatorProcess(self.kubeconfig, self.cluster.namespace, self._folder / "operator.log", **settings)
         self._stack.callback(operator.kill)
         operator.start()
         return operator
@@ -312,6 +328,9 @@ def staged(
         for log in folder.glob("operator.log"):
             print(log.read_text())  # shown with a test that has failed
         release(Cluster(kube, namespace))
+        rbac = client.RbacAuthorizationV1Api(kube)
+        rbac.delete_cluster_role_binding(f"clora-operator-{namespace}")
+        rbac.delete_cluster_role(f"clora-operator-{namespace}")
 
 
 @pytest.fixture

@@ -41,8 +41,11 @@ class Reason(StrEnum):
     DATA_NOT_FOUND = "DataNotFound"
     INIT_FROM_NOT_FOUND = "InitFromNotFound"
     INIT_FROM_FAILED = "InitFromFailed"
+    PRIORITY_CLASS_NOT_FOUND = "PriorityClassNotFound"
+    PRIORITY_CLASS_UNREADABLE = "PriorityClassUnreadable"  # the operator may not read PriorityClasses
     # Attached / Progressing (experiments)
     QUEUED = "Queued"  # the engine is full
+    PREEMPTED = "Preempted"  # one of a higher priority has taken its slot; it resumes from its last commit
     WAITING_FOR_INIT = "WaitingForInit"  # the experiment that initFrom names has not finished
     WAITING_FOR_ENGINE = "WaitingForEngine"  # the engine is not ready yet
     ATTACHING = "Attaching"
@@ -99,10 +102,10 @@ def derive_state(conditions: Mapping[str, tuple[str, str]]) -> State:
     progressing, _ = get(ExperimentCondition.PROGRESSING)
     if why in (Reason.SUSPENDED, Reason.SUSPENDING):
         return State.SUSPENDED
+    if why in (Reason.QUEUED, Reason.PREEMPTED):
+        return State.QUEUED
     if attached == "True":
         return State.RUNNING if progressing == "True" else State.ATTACHING
     if attached == "Unknown" and why == Reason.ENGINE_UNREACHABLE:
         return State.UNKNOWN
-    if why == Reason.QUEUED:
-        return State.QUEUED
     return State.ATTACHING if why == Reason.ATTACHING else State.PENDING

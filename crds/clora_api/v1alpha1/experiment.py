@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from clora_api.v1alpha1.base import ApiModel, DecimalString, LabelName, ObjectName, RelativePath, StatusModel, rules
+from clora_api.v1alpha1.base import (
+    OBJECT_NAME_PATTERN,
+    ApiModel,
+    DecimalString,
+    LabelName,
+    ObjectName,
+    RelativePath,
+    StatusModel,
+    rules,
+)
 from clora_api.v1alpha1.conditions import State
 
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -29,6 +38,28 @@ class LossFunction(StrEnum):
 
 LabelKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?$", max_length=316)]
 LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63)]
+
+
+PriorityClassName = Annotated[
+    str,
+    Field(
+        pattern=OBJECT_NAME_PATTERN,
+        min_length=1,
+        max_length=253,
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": f"self.matches(r'{OBJECT_NAME_PATTERN}')",
+                    "message": "must be the name of a PriorityClass: lower case letters, digits, '-' and '.'",
+                },
+                {
+                    "rule": "!self.startsWith('system-')",
+                    "message": "Kubernetes keeps classes that start with 'system-' for its own pods: name another",
+                },
+            ]
+        },
+    ),
+]
 
 
 class EngineRef(ApiModel):
@@ -250,6 +281,12 @@ class ExperimentSpec(ApiModel):
         description="Its share of the engine's sampler: twice the weight gets twice the tokens while the sampler is"
         " saturated. It can change at any time, and does so at once.",
     )
+    priority_class_name: PriorityClassName | None = Field(
+        None,
+        description="A Kubernetes PriorityClass; unset: priority 0. On a full engine a higher priority takes the slot"
+        " of the lowest one, unless its class has preemptionPolicy Never: the other finishes its step, commits,"
+        " detaches, waits in the queue (reason Preempted) and resumes from that commit. It can change at any time.",
+    )
     suspend: bool = Field(False, description="Pause at the next step's end; the slot goes to others, nothing is lost.")
     active_deadline_seconds: int | None = Field(
         None, ge=1, le=31536000, description="Seconds since the start after which an unfinished experiment fails."
@@ -335,6 +372,9 @@ class ExperimentStatus(StatusModel):
     progress: Progress | None = Field(None, description="The latest values.")
     queue_position: int | None = Field(None, ge=1, description="Place in the queue while Queued.")
     restarts: int = Field(0, ge=0, description="Errors of the experiment that were tried again.")
+    preempted_by: str | None = Field(
+        None, max_length=253, description="The LoRAExperiment that took its slot, until it has one again."
+    )
     checkpoint: CheckpointStatus | None = Field(None, description="The latest commit.")
     init_from: InitFromStatus | None = Field(None, description="What initFrom.experiment was resolved to.")
     start_time: str | None = Field(None, max_length=64, description="When it was first attached.")

@@ -18,10 +18,12 @@ from clora_api.control import (
     RunMode,
     spec_digest,
 )
+from clora_operator.claims import Assignment
+from clora_operator.kube import KubeError
 from clora_operator.links import EngineView
 from clora_operator.observe import Memory, ObservedEngine, ObservedExperiment
-from clora_operator.placement import Assignment
 from clora_operator.plan import Plan
+from clora_operator.priorities import NO_CLASS, PriorityClasses
 from clora_operator.resources import Engine, Experiment, parse_engine, parse_experiment, to_rfc3339
 from clora_operator.settings import Settings
 
@@ -160,6 +162,18 @@ def view(*reports: ExperimentReport, epoch: int = 1, ready: bool = True, **field
     return EngineView(**(values | fields))
 
 
+def priority_classes(*, body: dict[str, Any] | None = None, status: int = 0) -> PriorityClasses:
+    """Classes over an API server that answers every question with `body` (None: there is none), or refuses."""
+
+    class Answers:
+        def priority_class(self, name: str) -> dict[str, Any] | None:
+            if status:
+                raise KubeError(status, "refused")
+            return body
+
+    return PriorityClasses(Answers())  # type: ignore[arg-type]
+
+
 ADMITTED = Assignment("main", admitted=True)
 
 
@@ -172,6 +186,7 @@ def observed(of: Experiment, *, reported: ExperimentReport | None = None, **fiel
         "data_text": None,
         "data_missing": "",
         "init": None,
+        "priority": NO_CLASS,
         "memory": Memory(wants_slot=True),
     }
     return ObservedExperiment(**(values | fields))

@@ -9,9 +9,9 @@ import pytest
 
 from clora_api.control import InitSource, Phase, Problem, RunMode, spec_digest
 from clora_api.v1alpha1.conditions import Reason
+from clora_operator.claims import Assignment
 from clora_operator.decide import decide_experiment
 from clora_operator.observe import Answer, Init, Memory
-from clora_operator.placement import Assignment
 from clora_operator.plan import AddFinalizer, DeleteOnEngine, PutOnEngine, RemoveFinalizer
 from clora_operator.resources import to_rfc3339
 from tests.unit.operator.factories import (

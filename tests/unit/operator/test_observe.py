@@ -14,7 +14,22 @@ from clora_operator.links import EngineView
 from clora_operator.observe import Answer, Memory, resolve_init
 from clora_operator.observer import claims, decode_token, rival
 from clora_operator.resources import Engine, Experiment, Key
-from tests.unit.operator.factories import NOW, UID, ago, condition, engine, experiment, metadata, report, spec, view
+from tests.unit.operator.factories import (
+    NOW,
+    UID,
+    ago,
+    condition,
+    engine,
+    experiment,
+    metadata,
+    priority_classes,
+    report,
+    running,
+    spec,
+    view,
+)
+
+NO_CLASSES = priority_classes(body=None)
 
 
 def source(*conditions: dict[str, Any], step: int | None = None) -> Experiment:
@@ -174,5 +189,42 @@ REFUSED = Memory(answer=Answer("d", NOW, problem=Problem(type="capacity-exceeded
 def test_only_a_plain_refusal_sets_an_experiment_free(
     cache: Cache, of_view: EngineView, memory: Memory, pinned: str | None
 ) -> None:
-    (claim,) = claims(cache, links_with(of_view), {UID: memory})
+    (claim,) = claims(cache, links_with(of_view), {UID: memory}, NO_CLASSES)
     assert claim.pinned == pinned
+
+
+def prioritised(**status: Any) -> Cache:
+    cache = Cache()
+    cache.put(
+        "experiment", {"metadata": metadata("one", UID), "spec": spec(priorityClassName="high"), "status": status}
+    )
+    return cache
+
+
+async def test_a_priority_that_is_not_known_yet_takes_nobodys_slot_and_loses_none() -> None:
+    classes = priority_classes(body={"value": 1000})
+    (before,) = claims(prioritised(), links_with(view()), {}, classes)
+    assert (before.priority, before.preempts, before.preemptible) == (0, False, False)
+    await classes.read("high")
+    (after,) = claims(prioritised(), links_with(view()), {}, classes)
+    assert (after.priority, after.preempts, after.preemptible) == (1000, True, True)
+
+
+async def test_nobody_makes_room_for_what_the_engine_has_refused() -> None:
+    classes = priority_classes(body={"value": 1000})
+    await classes.read("high")
+    refused = condition("Accepted", "False", "InvalidSpec")
+    (claim,) = claims(prioritised(conditions=[refused]), links_with(view()), {}, classes)
+    assert not claim.preempts
+    (claim,) = claims(prioritised(conditions=[refused | {"observedGeneration": 0}]), links_with(view()), {}, classes)
+    assert claim.preempts
+
+
+def test_who_is_to_be_suspended_gives_its_slot_up_by_itself() -> None:
+    cache = Cache()
+    suspended = experiment(suspend=True, status=running())
+    status = dict(suspended.raw_status)
+    cache.put("experiment", {"metadata": metadata("one", UID), "spec": spec(suspend=True), "status": status})
+    (claim,) = claims(cache, links_with(view(report(suspended))), {}, NO_CLASSES)
+    assert claim.holds
+    assert claim.leaving

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clora_api.v1alpha1.conditions import Reason
-from clora_operator.placement import Assignment, Claim, Room, place
+from clora_operator.claims import Assignment, Claim, Room
+from clora_operator.placement import place
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

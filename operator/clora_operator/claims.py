@@ -1,0 +1,76 @@
+"""What placement works on: rooms (engines), claims (experiments), and what each claim gets. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from clora_api.v1alpha1.conditions import Reason
+
+Seat = tuple[str, str]  # namespace and name of an engine
+# Reasons for which one that holds a slot has to give it up.
+EVICTING = frozenset({Reason.PREEMPTED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """One engine. max_rank: None while nobody knows; strangers: slots held by what is none of our experiments."""
+
+    namespace: str
+    name: str
+    labels: Mapping[str, str]
+    ready: bool
+    capacity: int
+    max_rank: int | None
+    strangers: int = 0
+    full: bool = False
+
+    @property
+    def seat(self) -> Seat:
+        return self.namespace, self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One unfinished experiment.
+
+    pinned       the engine that was told of it; holds: it has a slot there already; leaving: and gives it up by itself
+    attached     it had a slot when the engine was last heard of
+    wants        nothing but a slot is missing
+    priority     of its PriorityClass; preempts: it may take the slot of a lower one; preemptible: its slot may be taken
+    """
+
+    uid: str
+    namespace: str
+    name: str
+    created: datetime
+    rank: int
+    engine: str | None
+    selector: Mapping[str, str] | None
+    pinned: str | None = None
+    holds: bool = False
+    leaving: bool = False
+    attached: bool = False
+    wants: bool = False
+    priority: int = 0
+    preempts: bool = True
+    preemptible: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """admitted: the experiment may be attached to `engine`. Else reason and message say what it waits for, or why it
+    has to give up the slot that it holds. position: its place in that engine's queue, from 1. preemptor: who takes the
+    slot."""
+
+    engine: str | None
+    admitted: bool = False
+    reason: Reason | None = None
+    message: str = ""
+    position: int | None = None
+    preemptor: str = ""
+
+
+def taken_by(preemptor: str) -> str:
+    return f"LoRAExperiment {preemptor} of a higher priority has taken its slot"

@@ -1,0 +1,103 @@
+"""Who may use an engine, and when: priority classes and preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from kubernetes import client
+
+from tests.integration.operator_fixtures import Stage, condition, stage, status, wait_for
+
+pytestmark = pytest.mark.integration
+__all__ = ["stage"]
+
+SLOW = {"stepSeconds": "0.3"}
+ENDLESS = 100_000
+
+
+@pytest.fixture
+def priority_class(kube: client.ApiClient, namespace: str) -> Iterator[Callable[..., str]]:
+    """Makes PriorityClasses, named after the test's namespace, for they belong to the whole cluster."""
+    scheduling = client.SchedulingV1Api(kube)
+    made = []
+
+    def make(name: str, value: int, policy: str = "PreemptLowerPriority") -> str:
+        body = {"metadata": {"name": f"{namespace}-{name}"}, "value": value, "preemptionPolicy": policy}
+        scheduling.create_priority_class(body)
+        made.append(f"{namespace}-{name}")
+        return made[-1]
+
+    yield make
+    for name in made:
+        scheduling.delete_priority_class(name)
+
+
+def test_a_higher_priority_takes_the_lowest_ones_slot_and_gives_it_back(
+    stage: Stage, priority_class: Callable[..., str]
+) -> None:
+    engine = stage.start_engine(max_experiments=2)
+    operator = stage.start_operator()
+    cluster, high, low = stage.cluster, priority_class("high", 1000), priority_class("low", -10)
+    kept = cluster.experiment("a-kept", max_steps=ENDLESS, arguments=SLOW)
+    goes = cluster.experiment("b-goes", max_steps=30, arguments=SLOW, priorityClassName=low, backoffLimit=0)
+    for name in ("a-kept", "b-goes"):
+        cluster.wait(name, lambda o: status(o).get("progress", {}).get("step", 0) >= 1, "a step")
+    patient = cluster.experiment("c-patient", arguments=SLOW, priorityClassName=priority_class("patient", 500, "Never"))
+    cluster.wait_state("c-patient", "Queued")
+    important = cluster.experiment("d-important", max_steps=8, arguments=SLOW, priorityClassName=high)
+    cluster.wait_state("d-important", "Running")
+    waits = cluster.wait("b-goes", lambda o: condition(o, "Attached").get("reason") == "Preempted", "the preemption")
+    assert condition(waits, "Attached")["status"] == "False"
+    assert condition(waits, "Progressing")["status"] == "False"
+    assert status(waits)["preemptedBy"] == "d-important"
+    assert "d-important" in condition(waits, "Attached")["message"]
+    assert status(waits)["state"] == "Queued"
+    # the patient one has preempted nobody, and goes before the preempted one, whose priority is lower
+    cluster.wait("c-patient", lambda o: status(o).get("queuePosition") == 1, "the first place")
+    cluster.wait("b-goes", lambda o: status(o).get("queuePosition") == 2, "the second place")
+    operator.kill()  # nothing of it is only in memory
+    operator.start()
+    cluster.wait_state("d-important", "Succeeded")
+    cluster.wait_state("c-patient", "Succeeded")
+    done = cluster.wait_state("b-goes", "Succeeded")
+    assert status(done)["restarts"] == 0
+    assert "preemptedBy" not in status(done)
+    _, second = engine.events("attach", goes)
+    assert second["step"] == engine.events("leave", goes)[0]["step"] > 0  # from its last commit
+    assert [len(engine.events("attach", uid)) for uid in (kept, patient, important)] == [1, 1, 1]
+    assert cluster.event_reasons("b-goes").count("Preempted") == 1
+    assert status(cluster.get("a-kept"))["state"] == "Running"
+
+
+def test_a_priority_class_that_comes_later(stage: Stage, priority_class: Callable[..., str]) -> None:
+    engine = stage.start_engine(max_experiments=1)
+    stage.start_operator(RESYNC_SECONDS="1")
+    cluster = stage.cluster
+    holder = cluster.experiment("holder", max_steps=ENDLESS, arguments=SLOW)
+    cluster.wait_state("holder", "Running")
+    name = f"{cluster.namespace}-late"
+    uid = cluster.experiment("one", max_steps=3, priorityClassName=name)
+    refused = cluster.wait_reason("one", "Accepted", "PriorityClassNotFound")
+    assert name in condition(refused, "Accepted")["message"]
+    assert uid not in engine.uids()
+    priority_class("late", 5)
+    cluster.wait_state("one", "Succeeded")
+    wait_for(lambda: len(engine.events("attach", holder)) == 2, "the holder to be back")
+
+
+def test_an_operator_that_may_not_read_priority_classes_says_so(
+    stage: Stage, kube: client.ApiClient, priority_class: Callable[..., str]
+) -> None:
+    """As with a chart that is installed for single namespaces."""
+    client.RbacAuthorizationV1Api(kube).replace_cluster_role(
+        f"clora-operator-{stage.cluster.namespace}",
+        {"metadata": {"name": f"clora-operator-{stage.cluster.namespace}"}, "rules": []},
+    )
+    stage.start_engine()
+    stage.start_operator()
+    stage.cluster.experiment("one", priorityClassName=priority_class("high", 5))
+    refused = stage.cluster.wait_reason("one", "Accepted", "PriorityClassUnreadable")
+    assert "priorityclasses.scheduling.k8s.io" in condition(refused, "Accepted")["message"]
+    stage.cluster.patch("one", {"spec": {"priorityClassName": None}})
+    stage.cluster.wait_state("one", "Succeeded")
