@@ -2,7 +2,8 @@
 
     GET    /v1/engine                              EngineInfo
     GET    /v1/experiments?since=N&timeoutSeconds= ExperimentList of all; long poll: answers once the revision is not N
-    PUT    /v1/experiments/{uid}                   DesiredExperiment -> ExperimentReport; idempotent; 409 when full
+    PUT    /v1/experiments/{uid}                   DesiredExperiment -> ExperimentReport; idempotent; 409 when full, or
+                                                   when its commits are not in the engine's storage
     GET    /v1/experiments/{uid}                   ExperimentReport
     DELETE /v1/experiments/{uid}?files=Retain      202 and ExperimentReport (phase Deleting) while its last step is made
                                                    and committed, 200 and null once it is gone; idempotent
@@ -75,13 +76,16 @@ class DesiredExperiment(WireModel):
     spec: ExperimentSpec
     mode: RunMode = RunMode.RUN
     attempt: int = 0
+    committed_step: int | None = None  # a commit that the operator knows of: without it nothing may start
     init_source: InitSource | None = None
     data_text: str | None = Field(None, max_length=1_048_576)  # contents of data.configMap
 
 
 def spec_digest(desired: DesiredExperiment) -> str:
-    """Digest of what an experiment is to do, without `mode`, `attempt` and `generation`."""
-    body = desired.model_dump(mode="json", by_alias=True, exclude={"mode", "attempt", "generation"}, exclude_none=True)
+    """Digest of what an experiment is to do, without what changes with its course: `mode`, `attempt`, `generation`,
+    `committed_step`."""
+    course = {"mode", "attempt", "generation", "committed_step"}
+    body = desired.model_dump(mode="json", by_alias=True, exclude=course, exclude_none=True)
     body["spec"].pop("suspend", None)
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

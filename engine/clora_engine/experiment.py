@@ -88,6 +88,17 @@ class Experiment:
         """Checks the spec against this engine. Raises UserError."""
         await self._plan_now()
 
+    def require_commits(self) -> None:
+        """Raises CheckpointError when it has come further than this storage knows: another volume is mounted, or its
+        files were removed. It must not begin anew as if nothing had been."""
+        wanted, found = self.desired.committed_step, self._journal.commits()
+        if wanted is not None and (not found or found[-1] < wanted):
+            has = f"ends at step {found[-1]}" if found else "has no step of it"
+            raise CheckpointError(
+                f"step {wanted} was committed, but this engine's storage {has}: attach the volume that holds it"
+                f" (experiments/{self.desired.uid}), or delete the experiment and create it again to begin anew"
+            )
+
     async def _plan_now(self) -> Plan:
         if self._plan is None or self._plan_digest != self.spec_digest:
             services = self._services

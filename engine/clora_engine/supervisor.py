@@ -71,13 +71,15 @@ class Supervisor:
     async def put(self, desired: DesiredExperiment) -> ExperimentReport:
         """Brings an experiment to its desired state; the same call again changes nothing.
 
-        Raises UserError for a spec that cannot run here, CapacityError when no slot is free.
+        Raises UserError for a spec that cannot run here, CapacityError when no slot is free, CheckpointError when the
+        storage lacks its commits.
         """
         known = self._experiments.get(desired.uid)
         if known is None:
             known = Experiment(desired, self._services, self.epoch, self._changed_by(desired.uid))
             if not await asyncio.to_thread(known.restore_result):
                 await known.validate()
+                await asyncio.to_thread(known.require_commits)
                 self._require_slot(desired)
             known = self._experiments.setdefault(desired.uid, known)
             self._changed(desired.uid)

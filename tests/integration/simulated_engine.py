@@ -44,10 +44,10 @@ from clora_api.control import (
 
 
 class RefusalError(Exception):
-    def __init__(self, kind: str, status: int, detail: str, field: str | None = None) -> None:
+    def __init__(self, kind: str, status: int, detail: str, field: str | None = None, reason: str = "") -> None:
         super().__init__(detail)
         self.problem = Problem(
-            type=PROBLEM_BASE + kind, title=kind, status=status, detail=detail, field=field, reason=""
+            type=PROBLEM_BASE + kind, title=kind, status=status, detail=detail, field=field, reason=reason
         )
 
 
@@ -218,6 +218,11 @@ class Engine:
             raise RefusalError("invalid-spec", 422, "this cannot run here", field)
         if desired.spec.lora.rank > self.max_rank:
             raise RefusalError("invalid-spec", 422, f"rank is above {self.max_rank}", "lora.rank")
+        if known is None and desired.committed_step is not None:
+            path = self.storage / "experiments" / desired.uid / "step"
+            if not path.exists() or int(path.read_text()) < desired.committed_step:
+                detail = f"step {desired.committed_step} was committed, but this engine's storage has no step of it"
+                raise RefusalError("conflict", 409, detail, reason="CheckpointUnreachable")
         if desired.mode is RunMode.RUN and (known is None or known.phase not in OCCUPYING):
             finished = known is not None and known.phase is Phase.SUCCEEDED
             if not finished and self.info().experiments >= self.max_experiments:
@@ -244,7 +249,7 @@ class Engine:
         self.news()
 
 
-def create_app(engine: Engine, token: str) -> FastAPI:
+def create_app(engine: Engine, token_file: Path) -> FastAPI:
     app = FastAPI()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -252,9 +257,12 @@ def create_app(engine: Engine, token: str) -> FastAPI:
     async def refused(_: Request, refusal: RefusalError) -> JSONResponse:
         return JSONResponse(refusal.problem.to_api(), refusal.problem.status, media_type="application/problem+json")
 
+    def accepted(request: Request) -> bool:
+        return request.headers.get("authorization") == f"Bearer {token_file.read_text().strip()}"
+
     @app.middleware("http")
     async def guard(request: Request, call_next: Any) -> Response:
-        if request.url.path.startswith("/v1") and (request.headers.get("authorization") != f"Bearer {token}"):
+        if request.url.path.startswith("/v1") and not accepted(request):
             return await refused(request, RefusalError("unauthorized", 401, "wrong token"))
         faults = read_faults()
         if faults.get("hang") and request.url.path.endswith(faults["hang"]):
@@ -353,7 +361,7 @@ def create_app(engine: Engine, token: str) -> FastAPI:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     engine = Engine(arguments.storage, arguments.max_experiments, arguments.max_rank)
-    app = create_app(engine, arguments.token_file.read_text().strip())
+    app = create_app(engine, arguments.token_file)
     config = uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="warning")
     await uvicorn.Server(config).serve()
 

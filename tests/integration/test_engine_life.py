@@ -154,6 +154,17 @@ def test_a_spec_that_cannot_run_is_refused_by_field(engine: EngineProcess, chang
     assert refused.json()["type"] == "https://clora.dev/problems/invalid-spec"
 
 
+def test_an_experiment_whose_commits_are_elsewhere_does_not_begin_anew(engine: EngineProcess) -> None:
+    uid = new_uid()
+    refused = engine.put(uid, sft_spec(), committedStep=7)
+    assert refused.status_code == 409
+    assert refused.json()["reason"] == "CheckpointUnreachable"
+    assert "step 7 was committed, but this engine's storage has no step of it" in refused.json()["detail"]
+    assert engine.put(uid, sft_spec(maxSteps=2), committedStep=None).status_code == 200
+    engine.finish(uid)
+    assert engine.put(uid, sft_spec(maxSteps=2), committedStep=2).status_code == 200
+
+
 def test_what_is_immutable_stays(engine: EngineProcess) -> None:
     uid = new_uid()
     engine.put(uid, sft_spec(maxSteps=1000))
