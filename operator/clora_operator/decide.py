@@ -40,7 +40,7 @@ def decide_experiment(o: ObservedExperiment, now: datetime, settings: Settings) 
     if o.experiment.meta.deleted is not None:
         return decide_release(o, now, settings)
     if o.experiment.finished:
-        return after_the_end(o)
+        return after_the_end(o, now)
     if FINALIZER not in o.experiment.meta.finalizers:
         return Plan(actions=(AddFinalizer(),))
     if o.assignment is None:
@@ -168,6 +168,17 @@ def _does_it_wait_after_a_failure(case: Case) -> Course | None:
     return replace(waiting(Reason.RETRYING, message), restarts=attempt, requeue_after=max(left, 0.0))
 
 
+def _does_it_wait_for_its_commits(case: Case) -> Course | None:
+    """Without a slot: others can use it while somebody looks for the volume."""
+    answer = case.o.memory.answer
+    if answer is None or not answer.without_commits or case.occupying:
+        return None
+    left = LOOK_AGAIN_SECONDS - (case.now - answer.at).total_seconds()
+    if left <= 0:
+        return None
+    return replace(waiting(Reason.CHECKPOINT_UNREACHABLE, answer.trouble), requeue_after=left)
+
+
 def _does_it_wait_for_a_slot(case: Case) -> Course | None:
     o = case.o
     assert o.assignment is not None
@@ -242,6 +253,7 @@ _QUESTIONS: tuple[Callable[[Case], Course | None], ...] = (
     _is_it_suspended,
     _must_it_leave,
     _does_it_wait_after_a_failure,
+    _does_it_wait_for_its_commits,
     _does_it_wait_for_a_slot,
     _how_is_it_attached,
 )

@@ -8,7 +8,7 @@ from clora_operator.resources import Key
 
 # What only the operator acts on: a change of it is no news for an engine, and an engine of an earlier release need not
 # know it.
-_OPERATORS_OWN = {"priority_class_name": None}
+_OPERATORS_OWN = {"priority_class_name": None, "ttl_seconds_after_finished": None}
 
 
 def desired_experiment(o: ObservedExperiment, mode: RunMode = RunMode.RUN) -> DesiredExperiment | None:
@@ -24,6 +24,7 @@ def desired_experiment(o: ObservedExperiment, mode: RunMode = RunMode.RUN) -> De
         spec=experiment.spec.model_copy(update=_OPERATORS_OWN),
         mode=mode,
         attempt=experiment.status.restarts,
+        committed_step=experiment.status.checkpoint.step if experiment.status.checkpoint else None,
         init_source=o.init.source if o.init else None,
         data_text=o.data_text,
     )

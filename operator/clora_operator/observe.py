@@ -37,6 +37,11 @@ class Answer:
         return self.problem is not None and self.problem.type.endswith("/capacity-exceeded")
 
     @property
+    def without_commits(self) -> bool:
+        """The engine's storage lacks what the experiment has committed."""
+        return self.problem is not None and self.problem.reason == Reason.CHECKPOINT_UNREACHABLE
+
+    @property
     def trouble(self) -> str:
         """Why it was not taken; empty when it was."""
         return self.error or (self.problem.detail or self.problem.title if self.problem else "")

@@ -234,6 +234,29 @@ def test_a_put_without_an_answer_is_repeated_after_a_while() -> None:
     assert isinstance(plan.actions[0], PutOnEngine)
 
 
+def test_commits_that_the_engine_lacks_are_waited_for_without_a_slot() -> None:
+    """The engine is told what was committed, and does not begin anew; it is asked again every half minute."""
+    commits = {"step": 7, "path": "p", "digest": "d"}
+    told = experiment(status=claimed(checkpoint=commits))
+    (put,) = decide(told).actions
+    assert put.desired.committed_step == 7
+    problem = Problem(
+        type="https://clora.dev/problems/conflict",
+        title="t",
+        status=409,
+        detail="no step",
+        reason="CheckpointUnreachable",
+    )
+    memory = Memory(wants_slot=True, answer=Answer(spec_digest(desired(told)), ago(10), problem=problem))
+    plan = decide(told, memory=memory)
+    assert said(plan, "Attached") == ("False", "CheckpointUnreachable")
+    assert message(plan, "Attached") == "no step"
+    assert (plan.actions, plan.wants_slot, plan.requeue_after) == ((), False, 20)
+    assert plan.status["restarts"] == 0
+    later = Memory(wants_slot=True, answer=Answer(spec_digest(desired(told)), ago(31), problem=problem))
+    assert isinstance(decide(told, memory=later).actions[0], PutOnEngine)
+
+
 # ---------------------------------------------------------------------------------------- a silent engine
 
 
