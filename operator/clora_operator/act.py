@@ -28,6 +28,7 @@ from clora_operator.plan import (
     ApplyWorkload,
     Connect,
     CreateToken,
+    DeleteExperiment,
     DeleteOnEngine,
     Disconnect,
     Event,
@@ -87,6 +88,8 @@ class Actor:
             case RemoveFinalizer():
                 rest = tuple(name for name in resource.meta.finalizers if name != FINALIZER)
                 await self._set_finalizers(resource, rest)
+            case DeleteExperiment():
+                await self._expire(resource)
             case PutOnEngine():
                 outcome.answer = await self._put(action)
             case DeleteOnEngine():
@@ -132,6 +135,13 @@ class Actor:
         except KubeError as error:
             if error.status != 404:  # gone already
                 raise
+
+    async def _expire(self, resource: Experiment | Engine) -> None:
+        key, meta = resource.key, resource.meta
+        await asyncio.to_thread(
+            self._kube.delete, PLURALS[key.kind], key.namespace, key.name, meta.uid, meta.resource_version
+        )
+        log.info("%s: deleted, ttlSecondsAfterFinished have passed", key)
 
     async def _write_status(self, resource: Experiment | Engine, status: Mapping[str, Any]) -> None:
         body = {

@@ -1,24 +1,49 @@
-"""What is done about a LoRAExperiment that has succeeded or failed. Pure.
+"""What is done about a LoRAExperiment that has succeeded or failed: an engine which still runs it (a deadline has
+passed) is told to stop, and once ttlSecondsAfterFinished are over it is deleted. Pure.
 
-Its status stays as it is: what has ended never runs again.
+Its status stays as it is: what has ended never runs again. Leaves out the release of what it holds: deletion is an
+ordinary one, with its finalizer and its deletionPolicy.
 """
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+
 from clora_api.control import Phase, RunMode
+from clora_api.v1alpha1.conditions import ExperimentCondition
 from clora_operator.case import PUT_RETRY_SECONDS
 from clora_operator.desired import desired_experiment, engine_key
 from clora_operator.observe import ObservedExperiment
-from clora_operator.plan import Action, DeleteOnEngine, Plan, PutOnEngine
+from clora_operator.plan import Action, DeleteExperiment, DeleteOnEngine, Plan, PutOnEngine
+from clora_operator.resources import Experiment, find_condition, from_rfc3339
 
 
-def after_the_end(o: ObservedExperiment) -> Plan:
-    """Nothing, but that an engine which still runs it (a deadline has passed) is told to stop."""
+def after_the_end(o: ObservedExperiment, now: datetime) -> Plan:
     report = o.report
-    if report is None or report.phase not in (Phase.PREPARING, Phase.RUNNING) or report.mode is RunMode.SUSPEND:
+    if report is not None and report.phase in (Phase.PREPARING, Phase.RUNNING) and report.mode is not RunMode.SUSPEND:
+        return Plan(actions=(_stop(o),), requeue_after=PUT_RETRY_SECONDS)
+    seconds = o.experiment.spec.ttl_seconds_after_finished if o.experiment.spec else None
+    if seconds is None:
         return Plan()
+    left = (_ended_at(o.experiment) + timedelta(seconds=seconds) - now).total_seconds()
+    return Plan(requeue_after=left) if left > 0 else Plan(actions=(DeleteExperiment(),))
+
+
+def _stop(o: ObservedExperiment) -> Action:
     desired = desired_experiment(o, RunMode.SUSPEND)
-    stop: Action = DeleteOnEngine(engine_key(o), o.experiment.meta.uid, "Retain")
-    if desired is not None:
-        stop = PutOnEngine(engine_key(o), desired)
-    return Plan(actions=(stop,), requeue_after=PUT_RETRY_SECONDS)
+    if desired is None:
+        return DeleteOnEngine(engine_key(o), o.experiment.meta.uid, "Retain")
+    return PutOnEngine(engine_key(o), desired)
+
+
+def _ended_at(experiment: Experiment) -> datetime:
+    """status.completionTime; where somebody has removed or spoilt it, the time of the condition that says the end."""
+    status = experiment.status
+    try:
+        return from_rfc3339(status.completion_time or "")
+    except ValueError:
+        ends = (find_condition(status.conditions, kind) for kind in _ENDS)
+        return max(from_rfc3339(end.last_transition_time) for end in ends if end is not None and end.status == "True")
+
+
+_ENDS = (ExperimentCondition.SUCCEEDED, ExperimentCondition.FAILED)

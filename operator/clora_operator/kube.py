@@ -94,6 +94,12 @@ class Kube:
         call = self._custom.patch_namespaced_custom_object_status
         return dict(self._call(call, GROUP, VERSION, namespace, plural, name, body, _content_type=_MERGE))
 
+    def delete(self, plural: str, namespace: str, name: str, uid: str, resource_version: str) -> None:
+        """Just this version of just this object: anything else is a 409 (404: there is none)."""
+        options = {"preconditions": {"uid": uid, "resourceVersion": resource_version}}
+        call = self._custom.delete_namespaced_custom_object
+        self._call(call, GROUP, VERSION, namespace, plural, name, body=options)
+
     def watch(self, plural: str, namespace: str) -> Iterator[list[dict[str, Any]]]:
         """All objects of one of clora's kinds, after each change; for the command line, which may block for ever."""
         call = self._custom.list_namespaced_custom_object

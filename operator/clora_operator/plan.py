@@ -24,6 +24,11 @@ class RemoveFinalizer:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteExperiment:
+    """Delete the resource as a user would: this version of it, and no namesake."""
+
+
+@dataclass(frozen=True, slots=True)
 class PutOnEngine:
     """Tell `engine` what is wanted of an experiment."""
 
@@ -69,7 +74,15 @@ class Disconnect:
 
 
 Action = (
-    AddFinalizer | RemoveFinalizer | PutOnEngine | DeleteOnEngine | CreateToken | ApplyWorkload | Connect | Disconnect
+    AddFinalizer
+    | RemoveFinalizer
+    | DeleteExperiment
+    | PutOnEngine
+    | DeleteOnEngine
+    | CreateToken
+    | ApplyWorkload
+    | Connect
+    | Disconnect
 )
 
 

@@ -32,7 +32,7 @@ START_SECONDS = 180.0  # of a process, on a machine that has better things to do
 # The rights that the operator needs in a namespace, and no more: every test here runs with these.
 RULES = [
     {"apiGroups": [GROUP], "resources": ["loraengines"], "verbs": ["get", "list", "watch"]},
-    {"apiGroups": [GROUP], "resources": ["loraexperiments"], "verbs": ["get", "list", "watch", "patch"]},
+    {"apiGroups": [GROUP], "resources": ["loraexperiments"], "verbs": ["get", "list", "watch", "patch", "delete"]},
     {"apiGroups": [GROUP], "resources": ["loraengines/status", "loraexperiments/status"], "verbs": ["patch"]},
     {"apiGroups": ["apps"], "resources": ["statefulsets"], "verbs": ["get", "list", "watch", "create", "patch"]},
     {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "create", "patch"]},
@@ -146,6 +146,16 @@ class OperatorProcess:
             self._process.kill()
             self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def peak_memory_bytes(self) -> int:
+        """The most that it ever had resident."""
+        line = next(line for line in Path(f"/proc/{self.pid}/status").read_text().splitlines() if "VmHWM" in line)
+        return int(line.split()[1]) * 1024
+
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         self._process.send_signal(number)
@@ -179,7 +189,7 @@ class Cluster:
             "maxSteps": max_steps,
             **spec,
         }
-        created = self.create("loraexperiments", name, {key: value for key, value in whole.items() if value})
+        created = self.create("loraexperiments", name, {key: value for key, value in whole.items() if value is not None})
         return str(created["metadata"]["uid"])
 
     def engine(self, endpoint: str, name: str = "main", **metadata: Any) -> None:

@@ -1,8 +1,9 @@
-"""Who may use an engine, and when: priority classes and preemption."""
+"""Who may use an engine, and when: priority classes and preemption, the end after the end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from kubernetes import client
@@ -101,3 +102,32 @@ def test_an_operator_that_may_not_read_priority_classes_says_so(
     assert "priorityclasses.scheduling.k8s.io" in condition(refused, "Accepted")["message"]
     stage.cluster.patch("one", {"spec": {"priorityClassName": None}})
     stage.cluster.wait_state("one", "Succeeded")
+
+
+@pytest.mark.parametrize(("policy", "arguments"), [("Retain", {}), ("Delete", {"failAtStep": "2"})])
+def test_what_has_ended_goes_at_once_by_the_ordinary_way(stage: Stage, policy: str, arguments: dict[str, str]) -> None:
+    engine = stage.start_engine()
+    stage.start_operator()
+    limits: dict[str, Any] = {"ttlSecondsAfterFinished": 0, "backoffLimit": 0, "deletionPolicy": policy}
+    uid = stage.cluster.experiment("one", arguments=arguments | {"retryable": "false"}, **limits)
+    stage.cluster.wait_gone("one")
+    assert engine.events("attach", uid)
+    assert uid not in engine.uids()
+    assert engine.has_files(uid) == (policy == "Retain")
+
+
+def test_an_operator_that_was_away_deletes_what_is_overdue_and_nothing_else(stage: Stage) -> None:
+    stage.start_engine()
+    operator = stage.start_operator()
+    cluster = stage.cluster
+    for name, seconds in (("soon", 3), ("later", 3600)):
+        cluster.experiment(name, ttlSecondsAfterFinished=seconds)
+    ended = cluster.wait_state("soon", "Succeeded")
+    cluster.wait_state("later", "Succeeded")
+    operator.kill()
+    assert cluster.get("soon")["metadata"]["uid"] == ended["metadata"]["uid"]
+    operator.start()
+    cluster.wait_gone("soon")
+    assert status(cluster.get("later"))["state"] == "Succeeded"
+    cluster.patch("later", {"spec": {"ttlSecondsAfterFinished": 1}})  # it can change afterwards
+    cluster.wait_gone("later")

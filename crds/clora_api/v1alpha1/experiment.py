@@ -294,6 +294,14 @@ class ExperimentSpec(ApiModel):
     backoff_limit: int = Field(
         3, ge=0, le=100, description="Errors of the experiment itself that are tried again before it fails for good."
     )
+    ttl_seconds_after_finished: int | None = Field(
+        None,
+        ge=0,
+        le=2147483647,
+        description="Seconds after its end, Succeeded or Failed, after which the resource is deleted, as a Job's; 0: at"
+        " once; unset: never. deletionPolicy says what becomes of its files. An experiment that starts from it"
+        " (initFrom) has to be attached by then.",
+    )
     deletion_policy: Literal["Retain", "Delete"] = Field(
         "Retain", description="What happens to its files in the engine's storage when the resource is deleted."
     )
