@@ -30,6 +30,7 @@ from clora_operator.plan import (
     CreateToken,
     DeleteExperiment,
     DeleteOnEngine,
+    DeletePod,
     Disconnect,
     Event,
     Plan,
@@ -99,6 +100,9 @@ class Actor:
                 await asyncio.to_thread(self._kube.create_secret, resource.meta.namespace, _secret(resource, action))
             case ApplyWorkload():
                 await self._apply(action, outcome)
+            case DeletePod():
+                await asyncio.to_thread(self._kube.delete_pod, resource.meta.namespace, action.name, action.uid)
+                log.info("%s: pod %s deleted: the engine is drained and its template is new", resource.key, action.name)
             case Connect():
                 await self._links.connect(resource.key, action.endpoint, action.token)
             case Disconnect():

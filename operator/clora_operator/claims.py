@@ -10,12 +10,13 @@ from clora_api.v1alpha1.conditions import Reason
 
 Seat = tuple[str, str]  # namespace and name of an engine
 # Reasons for which one that holds a slot has to give it up.
-EVICTING = frozenset({Reason.PREEMPTED})
+EVICTING = frozenset({Reason.PREEMPTED, Reason.ENGINE_DRAINING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """One engine. max_rank: None while nobody knows; strangers: slots held by what is none of our experiments."""
+    """One engine. max_rank: None while nobody knows; strangers: slots held by what is none of our experiments;
+    draining: it takes nobody, and who is there leaves."""
 
     namespace: str
     name: str
@@ -25,6 +26,7 @@ class Room:
     max_rank: int | None
     strangers: int = 0
     full: bool = False
+    draining: bool = False
 
     @property
     def seat(self) -> Seat:

@@ -186,6 +186,10 @@ def _does_it_wait_for_a_slot(case: Case) -> Course | None:
         return None
     if o.init is not None and o.init.source is None:
         return waiting(Reason.WAITING_FOR_INIT, o.init.message)
+    if o.assignment.reason is None and not o.assignment.admitted:
+        return Course(undecided=True)  # placement has yet to learn that it wants a slot
+    if o.assignment.reason is Reason.ENGINE_DRAINING:
+        return replace(waiting(o.assignment.reason, o.assignment.message), wants_slot=True)
     if o.view is None or not o.view.ready:
         if _just_asked(case):
             return Course(requeue_after=1.0, wants_slot=True, queue_position=o.experiment.status.queue_position)
@@ -193,8 +197,7 @@ def _does_it_wait_for_a_slot(case: Case) -> Course | None:
         return replace(waiting(Reason.WAITING_FOR_ENGINE, message), wants_slot=True)
     if o.assignment.admitted:
         return None
-    if o.assignment.reason is None:
-        return Course(undecided=True)  # placement has yet to learn that it wants a slot
+    assert o.assignment.reason is not None
     return replace(_in_the_queue(case, o.assignment), wants_slot=True, queue_position=o.assignment.position)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 
 from clora_api.v1alpha1.conditions import EngineCondition, Reason
 from clora_api.v1alpha1.engine import EngineStatus
 from clora_operator import workload
+from clora_operator.decide_drain import drained, pod_to_replace, workload_current
 from clora_operator.observe import ObservedEngine
 from clora_operator.plan import Action, ApplyWorkload, Connect, CreateToken, Disconnect, Event, Plan
 from clora_operator.resources import find_condition
@@ -24,7 +27,8 @@ def decide_engine(o: ObservedEngine, now: datetime, settings: Settings) -> Plan:
     verdicts = {
         EngineCondition.ACCEPTED: accepted,
         EngineCondition.READY: _ready(o, accepted, now, settings),
-        EngineCondition.WORKLOAD_CURRENT: _workload_current(o),
+        EngineCondition.WORKLOAD_CURRENT: workload_current(o),
+        EngineCondition.DRAINED: drained(o),
     }
     said = {kind: verdict for kind, verdict in verdicts.items() if verdict is not None}
     status = _status(o, said, endpoint, now)
@@ -36,7 +40,7 @@ def decide_engine(o: ObservedEngine, now: datetime, settings: Settings) -> Plan:
     events = tuple(_event(c.type, c.status, event_of(c, warning=c.status != "True")) for c in changed)
     waits = [_requeue(o, said, now, settings), delay or None]
     return Plan(
-        actions=_actions(o, accepted, endpoint),
+        actions=_actions(o, said, endpoint),
         status=raw_new if write else None,
         events=tuple(e for e in events if e is not None) if write else (),
         requeue_after=min((w for w in waits if w is not None), default=None),
@@ -85,28 +89,6 @@ def _ready(o: ObservedEngine, accepted: Verdict, now: datetime, settings: Settin
     return Verdict("False", Reason.UNREACHABLE, f"the engine does not answer: {view.error or 'no answer yet'}")
 
 
-def _workload_current(o: ObservedEngine) -> Verdict | None:
-    """Of the pod that runs, against the template that a new pod would get."""
-    if o.engine.spec is None:
-        return None
-    if o.engine.spec.endpoint is not None:
-        return Verdict("True", Reason.EXTERNAL, "somebody else runs this engine")
-    stateful_set = o.stateful_set
-    if stateful_set is None or o.pod is None:
-        return Verdict("Unknown", Reason.STARTING, "there is no pod yet")
-    status = stateful_set.get("status") or {}
-    if status.get("observedGeneration", 0) < stateful_set["metadata"]["generation"]:
-        return None  # the StatefulSet's controller has not looked at the new template yet, and will tell
-    running = (o.pod["metadata"].get("labels") or {}).get("controller-revision-hash")
-    if running == status.get("updateRevision"):
-        return Verdict("True", Reason.UP_TO_DATE, "the pod is what the spec asks for")
-    pod = o.pod["metadata"]["name"]
-    message = (
-        f"the pod runs an earlier template and is not restarted by itself: delete pod {pod} to move to the new one"
-    )
-    return Verdict("False", Reason.UPDATE_PENDING, message)
-
-
 def _endpoint(o: ObservedEngine, settings: Settings) -> str:
     """Empty while it is not known."""
     spec, meta = o.engine.spec, o.engine.meta
@@ -120,8 +102,8 @@ def _endpoint(o: ObservedEngine, settings: Settings) -> str:
     return f"http://{host}:{workload.PORT}" if host and host != "None" else ""
 
 
-def _actions(o: ObservedEngine, accepted: Verdict, endpoint: str) -> tuple[Action, ...]:
-    spec = o.engine.spec
+def _actions(o: ObservedEngine, said: Mapping[EngineCondition, Verdict], endpoint: str) -> tuple[Action, ...]:
+    spec, accepted = o.engine.spec, said[EngineCondition.ACCEPTED]
     actions: list[Action] = []
     # a refused apply is tried again: what stood in its way may be gone
     if spec is not None and spec.endpoint is None and (accepted.status == "True" or o.apply_error):
@@ -131,6 +113,8 @@ def _actions(o: ObservedEngine, accepted: Verdict, endpoint: str) -> tuple[Actio
         digest = workload.digest(children)
         if o.stateful_set is None or o.applied != digest:
             actions.append(ApplyWorkload(children, digest))
+        elif (pod := pod_to_replace(o, said)) is not None:
+            actions.append(pod)
     if endpoint and o.token is not None:
         actions.append(Connect(endpoint, o.token))
     elif accepted.status == "False" and accepted.reason in (Reason.ENDPOINT_IN_USE, Reason.INVALID_SPEC):
@@ -167,5 +151,7 @@ def _requeue(
 
 
 def _event(kind: str, status: str, event: Event) -> Event | None:
-    """Accepted and WorkloadCurrent are told when they become False; Ready always."""
+    """Accepted and WorkloadCurrent are told when they become False; Ready and Drained always."""
+    if kind == EngineCondition.DRAINED:
+        return replace(event, type="Normal")
     return event if kind == EngineCondition.READY or status == "False" else None

@@ -139,6 +139,10 @@ class Kube:
         call = self._custom.get_cluster_custom_object
         return self._found(call, "scheduling.k8s.io", "v1", "priorityclasses", name)
 
+    def delete_pod(self, namespace: str, name: str, uid: str) -> None:
+        """With its grace period. A pod of another uid is a 409."""
+        self._call(self._core.delete_namespaced_pod, name, namespace, body={"preconditions": {"uid": uid}})
+
     def stateful_set(self, namespace: str, name: str) -> dict[str, Any] | None:
         return self._found(self._custom.get_namespaced_custom_object, "apps", "v1", namespace, "statefulsets", name)
 

@@ -153,6 +153,7 @@ def rooms(cache: Cache, links: Links, now: datetime) -> list[Room]:
                 capacity=info.max_experiments if info else 0,
                 max_rank=max_rank,
                 strangers=len(view.occupants() - ours) if view else 0,
+                draining=engine.spec is not None and engine.spec.drain,
                 full=view is not None and view.full_until is not None and view.full_until > now,
             )
         )

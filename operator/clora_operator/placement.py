@@ -3,7 +3,7 @@
 Order is priority, then who was attached when its engine went down, then age. An experiment that an engine has been told
 of stays with that engine, whose storage holds its steps. The engine has the last word: when it answers 409 it counts as
 full for a while. Who has a slot keeps it until it has finished, failed or been suspended, or until one of a higher
-priority needs it (preemption).
+priority needs it (preemption) or its engine drains.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ def _assign(claim: Claim, slots: Mapping[Seat, Slots]) -> Assignment:
         return Assignment(None, reason=Reason.RANK_TOO_HIGH, message=message)
     chosen = min(fitting or candidates, key=lambda s: _preference(claim, s))
     engine = chosen.room.name
+    if chosen.room.draining and (claim.holds or claim.wants):
+        message = f"LoRAEngine {engine} drains: it takes experiments again when its spec.drain is false"
+        return Assignment(engine, reason=Reason.ENGINE_DRAINING, message=message)
     if claim.holds:
         return _keep(claim, chosen)
     if not claim.wants:
@@ -83,9 +86,10 @@ def _candidates(claim: Claim, slots: Mapping[Seat, Slots]) -> list[Slots]:
 
 
 def _preference(claim: Claim, slots: Slots) -> tuple[bool, bool, bool, int, int, str]:
-    """Least first: ready engines, with room, or where room can be made, the shortest queue, the most room; by name."""
-    free = slots.free
-    return not slots.room.ready, free <= 0, not slots.obtainable(claim), slots.queued, -free, slots.room.name
+    """Least first: engines that take anybody, with room, or where room can be made, the shortest queue, the most room;
+    then by name."""
+    free, open_for_new = slots.free, slots.room.ready and not slots.room.draining
+    return not open_for_new, free <= 0, not slots.obtainable(claim), slots.queued, -free, slots.room.name
 
 
 def _not_found(claim: Claim) -> str:

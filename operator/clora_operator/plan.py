@@ -61,6 +61,14 @@ class ApplyWorkload:
 
 
 @dataclass(frozen=True, slots=True)
+class DeletePod:
+    """Of an engine, so that its StatefulSet makes a new one; no namesake."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
 class Connect:
     """Keep in touch with the engine at `endpoint`."""
 
@@ -81,6 +89,7 @@ Action = (
     | DeleteOnEngine
     | CreateToken
     | ApplyWorkload
+    | DeletePod
     | Connect
     | Disconnect
 )

@@ -190,7 +190,8 @@ class Cluster:
             "maxSteps": max_steps,
             **spec,
         }
-        created = self.create("loraexperiments", name, {key: value for key, value in whole.items() if value is not None})
+        given = {key: value for key, value in whole.items() if value is not None}
+        created = self.create("loraexperiments", name, given)
         return str(created["metadata"]["uid"])
 
     def engine(self, endpoint: str, name: str = "main", **metadata: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who may use an engine, and when: priority classes and preemption, the end after the end."""
+"""Who may use an engine, and when: priority classes and preemption, drains, and the end after the end."""
 
 from __future__ import annotations
 
@@ -131,3 +131,57 @@ def test_an_operator_that_was_away_deletes_what_is_overdue_and_nothing_else(stag
     assert status(cluster.get("later"))["state"] == "Succeeded"
     cluster.patch("later", {"spec": {"ttlSecondsAfterFinished": 1}})  # it can change afterwards
     cluster.wait_gone("later")
+
+
+def test_a_drained_engine_is_left_and_come_back_to(stage: Stage) -> None:
+    engine = stage.start_engine(max_experiments=2)
+    operator = stage.start_operator()
+    cluster = stage.cluster
+    running = {name: cluster.experiment(name, max_steps=12, arguments=SLOW, backoffLimit=0) for name in ("one", "two")}
+    for name in running:
+        cluster.wait(name, lambda o: status(o).get("progress", {}).get("step", 0) >= 1, "a step")
+    cluster.patch("main", {"spec": {"drain": True}}, "loraengines")
+    cluster.wait_reason("main", "Drained", "Drained", plural="loraengines")
+    for name in running:
+        left = cluster.wait(name, lambda o: condition(o, "Attached").get("status") == "False", "the detachment")
+        assert condition(left, "Attached")["reason"] == "EngineDraining"
+        assert status(left)["state"] == "Queued"
+    assert condition(cluster.get("main", "loraengines"), "Ready")["status"] == "True"
+    new = cluster.experiment("three", max_steps=1)
+    cluster.wait_reason("three", "Attached", "EngineDraining")
+    operator.kill()
+    engine.kill()  # what an update of the engine amounts to
+    engine.start()
+    operator.start()
+    cluster.wait("main", lambda o: status(o).get("epoch") == 2, "the new epoch", plural="loraengines")
+    assert engine.uids() == set()
+    assert condition(cluster.get("main", "loraengines"), "Drained")["status"] == "True"
+    cluster.patch("main", {"spec": {"drain": False}}, "loraengines")
+    for name, uid in running.items():
+        done = cluster.wait_state(name, "Succeeded")
+        assert status(done)["restarts"] == 0
+        _, second = engine.events("attach", uid)
+        assert second["step"] == engine.events("leave", uid)[0]["step"] > 0
+        assert cluster.event_reasons(name).count("EngineDraining") == 1
+    cluster.wait_state("three", "Succeeded")
+    assert len(engine.events("attach", new)) == 1
+    assert condition(cluster.get("main", "loraengines"), "Drained")["reason"] == "NotDraining"
+
+
+def test_a_drained_engines_pod_is_replaced_when_its_template_is_new(stage: Stage) -> None:
+    """There is no node: the pod never starts, as one whose image cannot be pulled, and so it holds nobody."""
+    stage.start_operator()
+    cluster = stage.cluster
+    cluster.create("loraengines", "big", {"model": {"name": "org/model"}, "image": "clora-engine:wrong"})
+    cluster.wait_reason("big", "WorkloadCurrent", "UpToDate", plural="loraengines")
+    before = cluster.core.read_namespaced_pod("big-0", cluster.namespace)
+    cluster.patch("big", {"spec": {"image": "clora-engine:right"}}, "loraengines")
+    pending = cluster.wait_reason("big", "WorkloadCurrent", "UpdatePending", plural="loraengines")
+    assert "set spec.drain to true" in condition(pending, "WorkloadCurrent")["message"]
+    assert cluster.core.read_namespaced_pod("big-0", cluster.namespace).metadata.uid == before.metadata.uid
+    cluster.patch("big", {"spec": {"drain": True}}, "loraengines")
+    cluster.wait_reason("big", "WorkloadCurrent", "UpToDate", plural="loraengines")
+    after = cluster.core.read_namespaced_pod("big-0", cluster.namespace)
+    assert after.metadata.uid != before.metadata.uid
+    assert after.spec.containers[0].image == "clora-engine:right"
+    assert condition(cluster.get("big", "loraengines"), "Drained")["status"] == "True"

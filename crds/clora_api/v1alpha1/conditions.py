@@ -28,6 +28,7 @@ class EngineCondition(StrEnum):
     ACCEPTED = "Accepted"  # the spec makes sense and its references exist
     READY = "Ready"  # the engine answers and serves
     WORKLOAD_CURRENT = "WorkloadCurrent"  # the running pod is what the spec asks for
+    DRAINED = "Drained"  # spec.drain is true and nothing is attached any more
 
 
 class Reason(StrEnum):
@@ -46,6 +47,7 @@ class Reason(StrEnum):
     # Attached / Progressing (experiments)
     QUEUED = "Queued"  # the engine is full
     PREEMPTED = "Preempted"  # one of a higher priority has taken its slot; it resumes from its last commit
+    ENGINE_DRAINING = "EngineDraining"  # its engine's spec.drain is true
     WAITING_FOR_INIT = "WaitingForInit"  # the experiment that initFrom names has not finished
     WAITING_FOR_ENGINE = "WaitingForEngine"  # the engine is not ready yet
     ATTACHING = "Attaching"
@@ -72,6 +74,9 @@ class Reason(StrEnum):
     TOKEN_NOT_FOUND = "TokenNotFound"  # noqa: S105
     ENDPOINT_IN_USE = "EndpointInUse"
     UPDATE_PENDING = "UpdatePending"
+    DRAINING = "Draining"  # experiments finish their step and commit
+    DRAINED = "Drained"
+    NOT_DRAINING = "NotDraining"
     UP_TO_DATE = "UpToDate"
     EXTERNAL = "External"  # somebody else runs the engine; clora creates no workload
 
@@ -102,7 +107,7 @@ def derive_state(conditions: Mapping[str, tuple[str, str]]) -> State:
     progressing, _ = get(ExperimentCondition.PROGRESSING)
     if why in (Reason.SUSPENDED, Reason.SUSPENDING):
         return State.SUSPENDED
-    if why in (Reason.QUEUED, Reason.PREEMPTED):
+    if why in (Reason.QUEUED, Reason.PREEMPTED, Reason.ENGINE_DRAINING):
         return State.QUEUED
     if attached == "True":
         return State.RUNNING if progressing == "True" else State.ATTACHING

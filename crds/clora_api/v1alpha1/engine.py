@@ -128,6 +128,12 @@ class EngineSpec(ApiModel):
         " their weights. ShortestRemaining: the experiment with the least work left over its weight first, so that"
         " equal ones end one after another instead of all last; nobody waits for ever.",
     )
+    drain: bool = Field(
+        False,
+        description="Nothing new is attached; what is attached finishes its step, commits, detaches and waits (reason"
+        " EngineDraining). Once condition Drained is True, a pod whose template is out of date is replaced, old one"
+        " first. When it is false again, experiments go on from their commits.",
+    )
     storage: Storage = Field(default_factory=Storage, description="Where commits live.")
     data_volumes: list[DataVolume] = Field(
         default_factory=list,
@@ -157,7 +163,7 @@ class EngineStatus(StatusModel):
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,
-        description="Accepted, Ready, WorkloadCurrent.",
+        description="Accepted, Ready, WorkloadCurrent, Drained (once spec.drain was true).",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     observed_generation: int = Field(0, ge=0, description="The generation of the spec that was last acted on.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 
 from clora_operator.settings import Settings
 from local.cache import REPOSITORY
-from tests.unit.charts.rendering import CHART, helm, hook, of_kind, render
+from tests.unit.charts.rendering import CHART, ENGINE_CHART, helm, hook, of_kind, render
 
 
 def _container(*settings: str) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def test_rules_name_every_verb_and_reach_no_further_than_the_operator_does() -> 
     assert not any("*" in rule[key] for rule in rules for key in ("apiGroups", "resources", "verbs"))
     operator = next(role for role in roles if role["metadata"]["name"] == "clora")["rules"]
     deleted = [rule["resources"] for rule in operator if "delete" in rule["verbs"]]
-    assert deleted == [["loraexperiments"]]
+    assert deleted == [["loraexperiments"], ["pods"]]
     assert [rule["verbs"] for rule in operator if "secrets" in rule["resources"]] == [["get", "create"]]
 
 
@@ -147,3 +148,16 @@ def test_names_stay_within_what_kubernetes_allows() -> None:
     names = [document["metadata"]["name"] for document in documents if document["kind"] != "CustomResourceDefinition"]
     assert max(map(len, names)) <= 63
     assert not any(name.endswith("-") for name in names)
+
+
+@pytest.mark.parametrize("chart", [CHART, ENGINE_CHART], ids=lambda path: path.name)
+def test_every_value_has_a_schema(chart: Path) -> None:
+    def check(values: dict[str, Any], schema: dict[str, Any], at: str) -> None:
+        for name, value in values.items():
+            assert name in schema["properties"], f"{at}{name}"
+            if isinstance(value, dict) and "properties" in schema["properties"][name]:
+                check(value, schema["properties"][name], f"{at}{name}.")
+
+    schema = json.loads((chart / "values.schema.json").read_text())
+    check(yaml.safe_load((chart / "values.yaml").read_text()), schema, "")
+    assert schema["additionalProperties"] is False

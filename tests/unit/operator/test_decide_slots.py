@@ -123,6 +123,36 @@ def test_a_preemption_that_is_no_longer_needed_is_taken_back() -> None:
     assert put.desired.mode is RunMode.RUN
 
 
+DRAINS = Assignment("main", reason=Reason.ENGINE_DRAINING, message="main drains")
+
+
+def test_an_engine_that_drains_is_left_and_waited_for() -> None:
+    told = experiment(status=running(), backoffLimit=0)
+    plan = decide(told, reported=report(told), assignment=DRAINS)
+    (put,) = plan.actions
+    assert isinstance(put, PutOnEngine)
+    assert put.desired.mode is RunMode.SUSPEND
+    assert said(plan, "Attached") == ("True", "EngineDraining")
+    assert plan.events == ()
+    left = report(told, Phase.SUSPENDED, mode=RunMode.SUSPEND)
+    after = decide(told, reported=left, assignment=DRAINS)
+    assert said(after, "Attached") == ("False", "EngineDraining")
+    assert (after.status["state"], after.status["restarts"]) == ("Queued", 0)
+    assert "queuePosition" not in after.status
+    assert [event.reason for event in after.events] == ["EngineDraining"]
+    assert after.wants_slot
+    (back,) = decide(told, reported=left).actions
+    assert isinstance(back, PutOnEngine)
+    assert back.desired.mode is RunMode.RUN
+
+
+@pytest.mark.parametrize("of_view", [view(), view(ready=False), None])
+def test_who_waits_for_an_engine_that_drains_says_so_whatever_the_engine_does(of_view: Any) -> None:
+    plan = decide(experiment(), view=of_view, assignment=DRAINS)
+    assert said(plan, "Attached") == ("False", "EngineDraining")
+    assert plan.wants_slot
+
+
 MISSING = Priority(reason=Reason.PRIORITY_CLASS_NOT_FOUND, problem="spec.priorityClassName: there is no x")
 
 

@@ -94,6 +94,31 @@ def test_fit(fields: dict[str, Any], reason: Reason | None) -> None:
     assert found.admitted == (reason is None)
 
 
+def test_an_engine_that_drains_takes_nobody_and_keeps_nobody() -> None:
+    drains = [room("a", draining=True), room("b", draining=True, ready=False)]
+    held = claim("held", engine="a", pinned="a", holds=True)
+    found = place(
+        drains, [held, claim("new", engine="a"), claim("down", engine="b"), claim("no", engine="a", wants=False)]
+    )
+    for uid in ("held", "new", "down"):
+        assert found[uid].reason is Reason.ENGINE_DRAINING
+        assert not found[uid].admitted
+        assert "spec.drain" in found[uid].message
+    assert found["no"] == Assignment("a")
+
+
+def test_labels_avoid_an_engine_that_drains() -> None:
+    rooms = [room("a", draining=True, capacity=9), room("b", capacity=1, strangers=1)]
+    assert place(rooms, [by_labels("x")])["x"].reason is Reason.QUEUED
+    assert admitted(place([rooms[0], room("c")], [by_labels("x")])) == {"x": "c"}
+
+
+def test_nobody_is_preempted_on_an_engine_that_drains() -> None:
+    held = claim("held", pinned="main", holds=True)
+    found = place([room(capacity=1, draining=True)], [held, claim("high", priority=9)])
+    assert {a.reason for a in found.values()} == {Reason.ENGINE_DRAINING}
+
+
 def test_labels_choose_the_emptier_engine() -> None:
     rooms = [room("a", strangers=1), room("b"), room("c", labels={"pool": "other"}, capacity=9)]
     assert admitted(place(rooms, [by_labels("x")])) == {"x": "b"}
