@@ -61,12 +61,14 @@ def _kinds(api: client.ApiClient) -> dict[str, Any]:
 def test_install_upgrade_uninstall(charts: ChartCluster) -> None:
     api = charts.api
     apps, custom = client.AppsV1Api(api), client.CustomObjectsApi(api)
-    notes = charts.install("clora-system")
+    notes = charts.install("clora-system", "--set=networkPolicy.enabled=true,metrics.dashboard.enabled=true")
     assert "works in all namespaces" in notes
     assert set(_kinds(api)) == set(KINDS)
     pod = apps.read_namespaced_deployment("clora", "clora-system").spec.template.spec
     assert pod.containers[0].args == ["run", "--all-namespaces"]
     assert client.CoreV1Api(api).read_namespaced_service_account(pod.service_account_name, "clora-system")
+
+    assert "Phase:          Succeeded" in charts.helm("test", "clora", "--namespace", "clora-system")
 
     version = apps.read_namespaced_deployment("clora", "clora-system").metadata.generation
     place = ("--namespace", "clora-system", "--wait", "--timeout=120s")
