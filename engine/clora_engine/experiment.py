@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from clora_api.control import (
     spec_digest,
 )
 from clora_engine import plan as planning
+from clora_engine import stop_when
 from clora_engine.errors import CheckpointError, EngineError, TrainerDied, UserError
 from clora_engine.journal import Commit, Journal
 from clora_engine.plan import Plan
@@ -156,7 +157,9 @@ class Experiment:
         try:
             plan = await self._prepare()
             while self._wanted(plan):
-                outcome = await self._training.step(plan, self._progress.step + 1, self._progress.position)
+                outcome = await self._training.step(
+                    plan, self._progress.step + 1, self._progress.position, self._ends(plan)
+                )
                 self._take(outcome)
                 plan = await self._plan_now()
                 self._tell_gate(plan)
@@ -168,7 +171,19 @@ class Experiment:
             self._changed()
 
     def _wanted(self, plan: Plan) -> bool:
-        return not self._stopping and self.desired.mode is RunMode.RUN and self._progress.step < plan.spec.max_steps
+        return not self._stopping and self.desired.mode is RunMode.RUN and not self._complete(plan)
+
+    def _complete(self, plan: Plan) -> bool:
+        return self._progress.step >= plan.spec.max_steps or self._good_enough(plan)
+
+    def _good_enough(self, plan: Plan) -> bool:
+        rule = plan.spec.stop_when
+        return rule is not None and stop_when.is_met(rule, list(self._progress.recent))
+
+    def _ends(self, plan: Plan) -> Callable[[Mapping[str, Any]], bool]:
+        """Whether a step with the given metrics, after those that were made, is good enough."""
+        rule = plan.spec.stop_when
+        return lambda values: rule is not None and stop_when.is_met(rule, [*self._progress.recent, values])
 
     async def _prepare(self) -> Plan:
         plan = await self._plan_now()
@@ -243,9 +258,12 @@ class Experiment:
             self._commit = await self._training.commit(self._progress.step, self._progress.position)
         if self.phase is Phase.DELETING:
             return
-        if self._progress.step >= plan.spec.max_steps:
+        if self._complete(plan):
             self.phase = Phase.SUCCEEDED
             self._activity = ""
+            if self._progress.step < plan.spec.max_steps:
+                assert plan.spec.stop_when is not None
+                self._outcome.message = stop_when.reason(plan.spec.stop_when)
             self._write_result()
         elif self.desired.mode is RunMode.SUSPEND:
             self.phase = Phase.SUSPENDED

@@ -6,6 +6,7 @@ Left out: phases and reasons (experiment.py), what is on disk (journal.py).
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from pydantic.alias_generators import to_camel
 
 from clora_api.control import ReportedProgress
 from clora_engine.journal import Commit
+from clora_engine.stop_when import MOST_STEPS
 
 # Of a step's line of metrics, what is shown in .status.progress.metrics (at most 16).
 SHOWN = (
@@ -27,7 +29,8 @@ NEWEST = 0.3
 
 @dataclass(slots=True)
 class Progress:
-    """position: in the data. values: the last step's line of metrics. waited: seconds, for sampler and trainer.
+    """position: in the data. values: the last step's line of metrics; recent: the lines of the last so many steps,
+    `values` last. waited: seconds, for sampler and trainer.
     pace, step_tokens: running means of a step's seconds and sampled tokens. published_step: what the sampler serves."""
 
     step: int = 0
@@ -38,10 +41,12 @@ class Progress:
     pace: float | None = None
     step_tokens: float | None = None
     published_step: int | None = None
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
 
     def take(self, step: int, position: int, values: dict[str, Any]) -> None:
         """A step was made."""
         self.step, self.position, self.values = step, position, values
+        self.recent.append(values)
         self.reward = values.get("reward_mean", self.reward)
         self.waited += _waited(values)
         self.pace = _running_mean(self.pace, values.get("step_seconds"))
@@ -53,6 +58,8 @@ class Progress:
         """Goes on from a commit and the metrics of all steps up to its own."""
         values = lines[-1] if lines else {}
         self.step, self.position, self.values = commit.manifest.step, commit.manifest.position, values
+        self.recent.clear()
+        self.recent.extend(lines)
         self.waited = sum(map(_waited, lines))
         self.reward, self.pace = values.get("reward_mean"), values.get("step_seconds")
         self.step_tokens = values.get("sampled_tokens")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -73,7 +73,7 @@ class Training:
         await self.publish(0)
         values: dict[str, Any] = {"step": 0, "time": _now()}
         waited = self._seconds_waited()
-        values |= await self._evaluate(plan, 0)
+        values |= await self._evaluate(plan, 0, last=False)
         values["wait_sampler_seconds"] = self._seconds_waited() - waited
         await asyncio.to_thread(self._journal.append_metrics, values)
         return StepOutcome(0, 0, values, await self.commit(0, 0))
@@ -90,8 +90,11 @@ class Training:
 
     # ---------------------------------------------------------------- one step
 
-    async def step(self, plan: Plan, step: int, position: int) -> StepOutcome:
-        """Makes step `step` (from 1) with examples from `position` on.
+    async def step(
+        self, plan: Plan, step: int, position: int, is_last: Callable[[Mapping[str, Any]], bool]
+    ) -> StepOutcome:
+        """Makes step `step` (from 1) with examples from `position` on. `is_last`: whether a step with these metrics is
+        the last one, although maxSteps is not reached.
 
         Raises what the parts raise; the adapter in the trainer may then hold half a step and must be loaded again.
         """
@@ -110,7 +113,7 @@ class Training:
             self._activity("Publish")
             await self.publish(step)
         clock.lap("publish_seconds")
-        values |= await self._evaluate(plan, step)
+        values |= await self._evaluate(plan, step, last=step >= plan.spec.max_steps or is_last(values))
         clock.lap("evaluate_seconds")
         values["wait_sampler_seconds"] = self._seconds_waited() - waited
         values |= clock.laps | {"step_seconds": clock.total()}
@@ -217,11 +220,10 @@ class Training:
             "published": not done.skipped,
         }
 
-    async def _evaluate(self, plan: Plan, step: int) -> dict[str, float]:
+    async def _evaluate(self, plan: Plan, step: int, *, last: bool) -> dict[str, float]:
         """Greedy accuracy on the held-out examples, when due: at both ends, and every so many steps."""
-        due = step in (0, plan.spec.max_steps) or (
-            plan.spec.evaluation.every_steps > 0 and step % plan.spec.evaluation.every_steps == 0
-        )
+        every = plan.spec.evaluation.every_steps
+        due = step == 0 or last or (every > 0 and step % every == 0)
         if not plan.data.held_out or not due:
             return {}
         self._activity("Evaluate")

@@ -132,6 +132,18 @@ def test_a_max_steps_below_the_step_reached_just_finishes(engine: EngineProcess)
     assert report.progress.step >= 2
 
 
+def test_stop_when_ends_it_early_with_an_evaluation_and_a_reason(engine: EngineProcess) -> None:
+    uid = new_uid()
+    rule = {"metric": "loss", "atMost": "1000", "steps": 3}
+    engine.put(uid, sft_spec(maxSteps=1000, stopWhen=rule, evaluation={"examples": 2}))
+    report = engine.finish(uid)
+    assert (report.phase, report.progress.step) == (Phase.SUCCEEDED, 3)
+    assert report.message == "stopWhen: loss was at most 1000 for 3 steps in a row"
+    assert report.checkpoint is not None
+    assert report.checkpoint.step == 3
+    assert [line["step"] for line in engine.metrics(uid) if "eval_accuracy" in line] == [0, 3]
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

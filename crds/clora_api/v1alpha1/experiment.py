@@ -216,6 +216,31 @@ class Checkpoint(ApiModel):
     keep: int = Field(3, ge=1, le=1000, description="Commits kept besides the first and the latest.")
 
 
+class StopWhen(ApiModel):
+    """An end before maxSteps: the experiment has succeeded once a metric of its steps has kept its bound for so many
+    steps in a row."""
+
+    model_config = rules(
+        (
+            "[has(self.atLeast), has(self.atMost)].filter(x, x).size() == 1",
+            "give exactly one bound: atLeast or atMost",
+        ),
+    )
+
+    metric: Literal["rewardMean", "evalAccuracy", "loss", "entropy", "kl"] = Field(
+        "rewardMean", description="One of the metrics in status.progress.metrics."
+    )
+    at_least: DecimalString | None = Field(None, description="The bound from below, for example '0.9'.")
+    at_most: DecimalString | None = Field(None, description="The bound from above.")
+    steps: int = Field(
+        1,
+        ge=1,
+        le=1000,
+        description="Steps in a row that must keep the bound. Steps without the metric (between evaluations) are passed"
+        " over; a value that is not a number keeps no bound.",
+    )
+
+
 class InitFromExperiment(ApiModel):
     name: ObjectName = Field(description="A LoRAExperiment of the same namespace and engine.")
     step: int | None = Field(
@@ -271,6 +296,9 @@ class ExperimentSpec(ApiModel):
     data: Data = Field(description="The prompts, or demonstrations. It cannot change after creation.")
     sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
     max_steps: int = Field(ge=1, le=1000000, description="Training steps after which the experiment has succeeded.")
+    stop_when: StopWhen | None = Field(
+        None, description="End with success before maxSteps, once a metric is good enough. It can change at any time."
+    )
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Accuracy on held-out examples.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="How often steps are committed.")
     init_from: InitFrom | None = Field(None, description="Starting weights. It cannot change after creation.")
