@@ -40,7 +40,7 @@ def decide_engine(o: ObservedEngine, now: datetime, settings: Settings) -> Plan:
     events = tuple(_event(c.type, c.status, event_of(c, warning=c.status != "True")) for c in changed)
     waits = [_requeue(o, said, now, settings), delay or None]
     return Plan(
-        actions=_actions(o, said, endpoint),
+        actions=_actions(o, said, endpoint, settings),
         status=raw_new if write else None,
         events=tuple(e for e in events if e is not None) if write else (),
         requeue_after=min((w for w in waits if w is not None), default=None),
@@ -102,14 +102,16 @@ def _endpoint(o: ObservedEngine, settings: Settings) -> str:
     return f"http://{host}:{workload.PORT}" if host and host != "None" else ""
 
 
-def _actions(o: ObservedEngine, said: Mapping[EngineCondition, Verdict], endpoint: str) -> tuple[Action, ...]:
+def _actions(
+    o: ObservedEngine, said: Mapping[EngineCondition, Verdict], endpoint: str, settings: Settings
+) -> tuple[Action, ...]:
     spec, accepted = o.engine.spec, said[EngineCondition.ACCEPTED]
     actions: list[Action] = []
     # a refused apply is tried again: what stood in its way may be gone
     if spec is not None and spec.endpoint is None and (accepted.status == "True" or o.apply_error):
         if o.token is None and spec.token_secret_ref is None:
             actions.append(CreateToken(o.token_secret[0]))
-        children = workload.manifests(o.engine)
+        children = workload.manifests(o.engine, settings.engine_ingress_from)
         digest = workload.digest(children)
         if o.stateful_set is None or o.applied != digest:
             actions.append(ApplyWorkload(children, digest))

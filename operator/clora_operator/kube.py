@@ -158,13 +158,15 @@ class Kube:
         self._call(self._core.create_namespaced_event, namespace, body)
 
     def apply(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Server-side apply of a Service, PersistentVolumeClaim or StatefulSet."""
+        """Server-side apply of a Service, PersistentVolumeClaim, NetworkPolicy or StatefulSet."""
         kind, meta = manifest["kind"], manifest["metadata"]
         name, namespace = meta["name"], meta["namespace"]
         options = {"field_manager": FIELD_MANAGER, "force": True, "_content_type": _APPLY}
-        if kind == "StatefulSet":
+        if kind in ("StatefulSet", "NetworkPolicy"):
+            group, version = manifest["apiVersion"].split("/")
+            plural = {"StatefulSet": "statefulsets", "NetworkPolicy": "networkpolicies"}[kind]
             call = self._custom.patch_namespaced_custom_object
-            return dict(self._call(call, "apps", "v1", namespace, "statefulsets", name, manifest, **options))
+            return dict(self._call(call, group, version, namespace, plural, name, manifest, **options))
         calls = {
             "Service": self._core.patch_namespaced_service,
             "PersistentVolumeClaim": self._core.patch_namespaced_persistent_volume_claim,

@@ -6,6 +6,7 @@ Leaves out everything that belongs to one engine or one experiment: that is in t
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -19,6 +20,23 @@ class ServiceAddressing(StrEnum):
 
     DNS = "DNS"  # by the Service's name
     CLUSTER_IP = "ClusterIP"  # by the Service's address, in clusters without DNS
+
+
+class IngressPeers(str):
+    """NetworkPolicyPeers, a JSON list of objects, or nothing at all. Raises ValueError for anything else, so for an empty
+    list, which to Kubernetes would mean everybody."""
+
+    __slots__ = ()
+    words = "a JSON list of NetworkPolicyPeers"
+
+    def __new__(cls, text: str = "") -> IngressPeers:
+        peers = json.loads(text) if text else None
+        if text and not (isinstance(peers, list) and peers and all(isinstance(peer, dict) and peer for peer in peers)):
+            raise ValueError("not a list of objects")
+        return super().__new__(cls, text)
+
+
+NO_POLICY = IngressPeers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +55,10 @@ class Settings:
     service_addressing: Annotated[ServiceAddressing, "DNS, or ClusterIP in clusters without DNS"] = (
         ServiceAddressing.DNS
     )
+    # Who may reach the engines that clora runs, besides kubelet: the operator itself, Prometheus.
+    engine_ingress_from: Annotated[
+        IngressPeers, "NetworkPolicyPeers, a JSON list, that engines may be reached from; empty: no NetworkPolicy"
+    ] = NO_POLICY
     # Everything is looked at again this often, whatever events were missed.
     resync_seconds: Annotated[float, "time between two passes over everything"] = 60.0
     # An engine may be silent this long before anybody is told.
@@ -111,6 +133,9 @@ def _parse(item: _Setting, text: str) -> Any:
         if isinstance(value, int | float) and not 0 <= value < 1e9:
             raise ValueError("out of range")
     except ValueError as error:
-        words = ", ".join(item.kind) if issubclass(item.kind, StrEnum) else f"{item.kind.__name__}, 0 or more"
+        if issubclass(item.kind, StrEnum):
+            words = ", ".join(item.kind)
+        else:
+            words = getattr(item.kind, "words", f"{item.kind.__name__}, 0 or more")
         raise ValueError(f"setting {item.name} cannot be {text!r}; it takes {words}") from error
     return value

@@ -1,4 +1,4 @@
-"""LoRAEngine -> the manifests of its Service, claim and StatefulSet. Pure.
+"""LoRAEngine -> the manifests of its Service, claim, NetworkPolicy and StatefulSet. Pure.
 
 updateStrategy OnDelete: an upgrade of the operator restarts no engine. The claim is owned only with whenDeleted:
 Delete, so that commits outlive the engine. The token's Secret is made once, elsewhere (act), for it is random. Leaves
@@ -70,12 +70,14 @@ def owner(meta: Meta) -> Manifest:
     }
 
 
-def manifests(engine: Engine) -> tuple[Manifest, ...]:
-    """In the order in which they are to be applied."""
+def manifests(engine: Engine, ingress_from: str = "") -> tuple[Manifest, ...]:
+    """In the order in which they are to be applied. `ingress_from` is settings.IngressPeers."""
     spec, meta = engine.spec, engine.meta
     assert spec is not None
     assert spec.image is not None
     children = [_service(meta), _stateful_set(meta, spec, token_secret(engine))]
+    if ingress_from:
+        children.insert(1, _network_policy(meta, ingress_from))
     if spec.storage.existing_claim is None:
         children.insert(1, _claim(meta, spec))
     return tuple(children)
@@ -102,6 +104,21 @@ def _service(meta: Meta) -> Manifest:
             "ports": [{"name": "control", "port": PORT, "targetPort": "control", "protocol": "TCP"}],
             # a starting engine answers /v1/engine with what it is waiting for
             "publishNotReadyAddresses": True,
+        },
+    }
+
+
+def _network_policy(meta: Meta, ingress_from: str) -> Manifest:
+    """Only these peers reach the control API, which /metrics shares its port with, and nobody another port of the pod.
+    kubelet's probes come from the node, which no policy keeps out."""
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(meta, meta.name),
+        "spec": {
+            "podSelector": {"matchLabels": {ENGINE_LABEL: meta.name}},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": json.loads(ingress_from), "ports": [{"port": PORT, "protocol": "TCP"}]}],
         },
     }
 

@@ -156,6 +156,9 @@ def test_operator_does_its_work_with_the_rights_of_its_account(charts: ChartClus
     wait_until(lambda: told("loraengines") and told("loraexperiments"), "the status of both")
     wait_until(lambda: bool(core.list_namespaced_event(tenant).items), "an event")
     assert core.list_namespaced_service(tenant).items[0].metadata.name == "mine"
+    policy = client.NetworkingV1Api(charts.api).read_namespaced_network_policy("mine", tenant)
+    (peer,) = policy.spec.ingress[0]._from
+    assert peer.namespace_selector.match_labels == {"kubernetes.io/metadata.name": system}
     assert core.read_namespaced_persistent_volume_claim("mine-storage", tenant).metadata.name == "mine-storage"
     assert [secret.metadata.name for secret in core.list_namespaced_secret(tenant).items] == ["mine-token"]
     custom.delete_namespaced_custom_object("clora.dev", "v1alpha1", tenant, "loraexperiments", "sums")

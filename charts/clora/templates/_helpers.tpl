@@ -17,6 +17,13 @@ app.kubernetes.io/name: {{ include "clora.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{/* JSON: who may reach the engines. The operator's own pods, by the name that every namespace carries as a label. */}}
+{{- define "clora.engineIngressFrom" -}}
+{{- $namespace := dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace) }}
+{{- $pod := dict "matchLabels" (include "clora.selectorLabels" . | fromYaml) }}
+{{- concat (list (dict "namespaceSelector" $namespace "podSelector" $pod)) .Values.networkPolicy.engines.from | toJson }}
+{{- end }}
+
 {{- define "clora.labels" -}}
 {{ include "clora.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
@@ -139,4 +146,9 @@ references do. Secrets are read for the tokens that engines refer to; by name al
 - apiGroups: [""]
   resources: [events]
   verbs: [create]
+{{- if .Values.networkPolicy.engines.enabled }}
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [create, patch]
+{{- end }}
 {{- end }}

@@ -65,6 +65,7 @@ def test_every_setting_of_the_operator_can_be_given_and_no_other() -> None:
         "kubeconfig",
         "liveness_port",
         "metrics_port",
+        "engine_ingress_from",
     }
     assert given == {first + "".join(map(str.title, rest)) for first, *rest in (name.split("_") for name in theirs)}
 

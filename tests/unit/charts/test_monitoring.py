@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from clora_operator import metrics as operator_metrics
 from clora_operator import workload
+from clora_operator.settings import IngressPeers
 from tests.unit.charts.rendering import CHART, helm, of_kind, render
 from tests.unit.operator.factories import engine
 
@@ -153,3 +154,22 @@ def test_the_network_policy_is_about_the_operator_and_lets_it_reach_its_engines(
     restricted = render(f'networkPolicy={{"enabled": true, "metricsFrom": {peer}}}')
     (narrow,) = of_kind(restricted, "NetworkPolicy")
     assert narrow["spec"]["ingress"][1] == {"ports": [{"port": "metrics"}], "from": json.loads(peer)}
+
+
+def test_engines_are_reached_by_this_operator_and_whom_it_is_told() -> None:
+    prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    documents = render(f'networkPolicy={{"engines": {{"from": [{json.dumps(prometheus)}]}}}}')
+    (deployment,) = of_kind(documents, "Deployment")
+    text = _environment(deployment)["CLORA_OPERATOR_ENGINE_INGRESS_FROM"]
+    operator, other = json.loads(IngressPeers(text))
+    assert operator["podSelector"] == deployment["spec"]["selector"]
+    assert operator["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "clora-system"}}
+    assert other == prometheus
+    off = render('networkPolicy={"engines": {"enabled": false}}')
+    assert "CLORA_OPERATOR_ENGINE_INGRESS_FROM" not in _environment(of_kind(off, "Deployment")[0])
+    assert "networkpolicies" not in json.dumps(of_kind(off, "ClusterRole"))
+
+
+def _environment(deployment: dict[str, Any]) -> dict[str, str]:
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    return {entry["name"]: entry["value"] for entry in container["env"]}

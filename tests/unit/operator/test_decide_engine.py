@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from clora_operator.decide_engine import decide_engine
 from clora_operator.plan import ApplyWorkload, Connect, CreateToken, Disconnect, Plan
 from clora_operator.resources import Engine, parse_engine
-from clora_operator.settings import ServiceAddressing, Settings
+from clora_operator.settings import IngressPeers, ServiceAddressing, Settings
 from clora_operator.workload import digest, manifests
 from tests.unit.operator.factories import NOW, SETTINGS, ago, engine, metadata, observed_engine, said, view
 
@@ -167,3 +168,16 @@ def test_a_spec_of_another_release() -> None:
     plan = decide(engine(image="x", capacity={"maxRank": 7}))
     assert said(plan, "Accepted") == ("False", "InvalidSpec")
     assert Disconnect() in plan.actions
+
+
+def test_peers_of_the_settings_make_a_network_policy() -> None:
+    peers = IngressPeers('[{"podSelector": {}}]')
+    (workload,) = [
+        a
+        for a in decide(ours(), settings=replace(SETTINGS, engine_ingress_from=peers)).actions
+        if isinstance(a, ApplyWorkload)
+    ]
+    (plain,) = [a for a in decide(ours()).actions if isinstance(a, ApplyWorkload)]
+    kinds = [[child["kind"] for child in each.manifests] for each in (workload, plain)]
+    assert ["NetworkPolicy" in each for each in kinds] == [True, False]
+    assert workload.digest != plain.digest

@@ -41,6 +41,9 @@ def test_namespaces() -> None:
         ("WORKERS", "-1", "workers cannot be '-1'"),
         ("RESYNC_SECONDS", "nan", "resync_seconds cannot be 'nan'"),
         ("SERVICE_ADDRESSING", "Pigeon", "it takes DNS, ClusterIP"),
+        ("ENGINE_INGRESS_FROM", "[]", "it takes a JSON list of NetworkPolicyPeers"),
+        ("ENGINE_INGRESS_FROM", "[1]", "it takes a JSON list of NetworkPolicyPeers"),
+        ("ENGINE_INGRESS_FROM", "everybody", "it takes a JSON list of NetworkPolicyPeers"),
     ],
 )
 def test_a_wrong_setting_is_named(name: str, value: str, words: str) -> None:

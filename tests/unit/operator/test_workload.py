@@ -121,6 +121,21 @@ def test_the_selector_survives_the_overlay() -> None:
     assert found["selector"] == {"matchLabels": {"clora.dev/engine": "main"}}
 
 
+def test_only_the_peers_that_are_named_reach_the_control_port() -> None:
+    peers = [{"podSelector": {"matchLabels": {"app": "operator"}}}]
+    children = manifests(ours(), json.dumps(peers))
+    assert [m["kind"] for m in children] == ["Service", "PersistentVolumeClaim", "NetworkPolicy", "StatefulSet"]
+    policy, stateful_set = children[2], children[3]
+    assert policy["metadata"]["ownerReferences"][0]["uid"] == "engine-uid"
+    pod = stateful_set["spec"]["template"]
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["from"] == peers
+    assert [port["port"] for port in rule["ports"]] == [pod["spec"]["containers"][0]["ports"][0]["containerPort"]]
+    assert policy["spec"]["policyTypes"] == ["Ingress"], "where an engine may go is not clora's to say"
+    assert stateful_set == child(ours(), "StatefulSet"), "no engine restarts for its policy"
+
+
 def test_a_digest_tells_a_change() -> None:
     assert digest(manifests(ours())) == digest(manifests(ours()))
     assert digest(manifests(ours())) != digest(manifests(ours(storage={"size": "1Gi"})))
