@@ -23,8 +23,8 @@ class ServiceAddressing(StrEnum):
 
 
 class IngressPeers(str):
-    """NetworkPolicyPeers, a JSON list of objects, or nothing at all. Raises ValueError for anything else, so for an empty
-    list, which to Kubernetes would mean everybody."""
+    """NetworkPolicyPeers, a JSON list of objects, or nothing at all. Raises ValueError for anything else, also for an
+    empty list, which to Kubernetes would mean everybody."""
 
     __slots__ = ()
     words = "a JSON list of NetworkPolicyPeers"
