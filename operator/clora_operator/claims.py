@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from clora_api.v1alpha1.conditions import Reason
 
 Seat = tuple[str, str]  # namespace and name of an engine
+NOT_LET_IN = frozenset({Reason.NAMESPACE_NOT_ALLOWED, Reason.NAMESPACE_UNREADABLE})
 # Reasons for which one that holds a slot has to give it up.
-EVICTING = frozenset({Reason.PREEMPTED, Reason.ENGINE_DRAINING})
+EVICTING = NOT_LET_IN | {Reason.PREEMPTED, Reason.ENGINE_DRAINING}
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceLabels:
+    """readable: False where the operator may not read namespaces."""
+
+    labels: Mapping[str, str]
+    readable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """One engine. max_rank: None while nobody knows; strangers: slots held by what is none of our experiments;
-    draining: it takes nobody, and who is there leaves."""
+    draining: it takes nobody, and who is there leaves; allowed_from, allowed_labels: its allowedNamespaces."""
 
     namespace: str
     name: str
@@ -27,6 +36,9 @@ class Room:
     strangers: int = 0
     full: bool = False
     draining: bool = False
+    max_per_namespace: int | None = None
+    allowed_from: str = "Same"
+    allowed_labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def seat(self) -> Seat:
@@ -37,6 +49,7 @@ class Room:
 class Claim:
     """One unfinished experiment.
 
+    engine_namespace, engine, selector   what its spec refers to; namespace_labels: of its own, None: not read
     pinned       the engine that was told of it; holds: it has a slot there already; leaving: and gives it up by itself
     attached     it had a slot when the engine was last heard of
     wants        nothing but a slot is missing
@@ -48,6 +61,7 @@ class Claim:
     name: str
     created: datetime
     rank: int
+    engine_namespace: str
     engine: str | None
     selector: Mapping[str, str] | None
     pinned: str | None = None
@@ -58,6 +72,7 @@ class Claim:
     priority: int = 0
     preempts: bool = True
     preemptible: bool = True
+    namespace_labels: NamespaceLabels | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class EngineAccess:
     """Requests to the engine that has `experiment`. Raises LookupError where there is no engine or no token."""
 
     def __init__(self, kube: Kube, experiment: Experiment) -> None:
-        namespace, told = experiment.meta.namespace, experiment.status.engine
+        namespace, told = experiment.engine_namespace, experiment.status.engine
         if told is None:
             raise LookupError(f"{experiment.meta.name} has not been on an engine yet")
         body = kube.get(ENGINES, namespace, told.name)

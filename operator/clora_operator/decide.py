@@ -22,7 +22,7 @@ from clora_operator.case import (
     unaccepted,
     waiting,
 )
-from clora_operator.claims import EVICTING, Assignment, taken_by
+from clora_operator.claims import EVICTING, NOT_LET_IN, Assignment, taken_by
 from clora_operator.decide_end import after_the_end
 from clora_operator.decide_release import decide_release
 from clora_operator.desired import engine_key
@@ -87,6 +87,8 @@ def _is_it_unacceptable(case: Case) -> Course | None:
     if o.experiment.spec is None:
         return unaccepted(Reason.INVALID_SPEC, o.experiment.invalid)
     if o.assignment.reason in (Reason.ENGINE_NOT_FOUND, Reason.RANK_TOO_HIGH):
+        return unaccepted(o.assignment.reason, o.assignment.message)
+    if o.assignment.reason in NOT_LET_IN and not case.occupying:
         return unaccepted(o.assignment.reason, o.assignment.message)
     if case.occupying:
         return _refused_change(case)  # what it runs with was accepted, whatever has happened to its sources since

@@ -12,7 +12,6 @@ from datetime import datetime, timedelta
 from clora_api import FINALIZER
 from clora_operator.observe import ObservedExperiment
 from clora_operator.plan import DeleteOnEngine, Event, Plan, RemoveFinalizer
-from clora_operator.resources import Key
 from clora_operator.settings import Settings
 
 ASK_AGAIN_SECONDS = 1.0
@@ -36,7 +35,7 @@ def decide_release(o: ObservedExperiment, now: datetime, settings: Settings) -> 
         )
     if view is not None and view.reachable:
         files = o.experiment.spec.deletion_policy if o.experiment.spec else "Retain"
-        action = DeleteOnEngine(Key("engine", meta.namespace, told.name), meta.uid, files)
+        action = DeleteOnEngine(o.experiment.engine_key(told.name), meta.uid, files)
         return Plan(actions=(action,), requeue_after=min(left, ASK_AGAIN_SECONDS))
     if o.engine is None and view is not None and view.down_since is not None:
         silent = (now - view.down_since).total_seconds()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from clora_api.control import DesiredExperiment, RunMode
+from clora_api.v1alpha1.experiment import ExperimentSpec
 from clora_operator.observe import ObservedExperiment
 from clora_operator.resources import Key
-
-# What only the operator acts on: a change of it is no news for an engine, and an engine of an earlier release need not
-# know it.
-_OPERATORS_OWN = {"priority_class_name": None, "ttl_seconds_after_finished": None}
 
 
 def desired_experiment(o: ObservedExperiment, mode: RunMode = RunMode.RUN) -> DesiredExperiment | None:
@@ -21,13 +18,21 @@ def desired_experiment(o: ObservedExperiment, mode: RunMode = RunMode.RUN) -> De
         namespace=experiment.meta.namespace,
         name=experiment.meta.name,
         generation=experiment.meta.generation,
-        spec=experiment.spec.model_copy(update=_OPERATORS_OWN),
+        spec=_for_the_engine(experiment.spec),
         mode=mode,
         attempt=experiment.status.restarts,
         committed_step=experiment.status.checkpoint.step if experiment.status.checkpoint else None,
         init_source=o.init.source if o.init else None,
         data_text=o.data_text,
     )
+
+
+def _for_the_engine(spec: ExperimentSpec) -> ExperimentSpec:
+    """Without what only the operator acts on: a change of it is no news for an engine, and an engine of an earlier
+    release need not know it."""
+    reference = spec.engine_ref.model_copy(update={"namespace": None}) if spec.engine_ref else None
+    own = {"priority_class_name": None, "ttl_seconds_after_finished": None, "engine_ref": reference}
+    return spec.model_copy(update=own)
 
 
 def engine_key(o: ObservedExperiment) -> Key:
@@ -37,4 +42,4 @@ def engine_key(o: ObservedExperiment) -> Key:
     if name is None:
         assert o.experiment.status.engine is not None
         name = o.experiment.status.engine.name
-    return Key("engine", o.experiment.meta.namespace, name)
+    return o.experiment.engine_key(name)

@@ -139,6 +139,9 @@ class Kube:
         call = self._custom.get_cluster_custom_object
         return self._found(call, "scheduling.k8s.io", "v1", "priorityclasses", name)
 
+    def namespace(self, name: str) -> dict[str, Any] | None:
+        return self._found(self._core.read_namespace, name)
+
     def delete_pod(self, namespace: str, name: str, uid: str) -> None:
         """With its grace period. A pod of another uid is a 409."""
         self._call(self._core.delete_namespaced_pod, name, namespace, body={"preconditions": {"uid": uid}})

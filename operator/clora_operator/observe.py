@@ -126,6 +126,9 @@ def resolve_init(experiment: Experiment, source: Experiment | None) -> Init | No
     name, step = init.experiment.name, init.experiment.step
     if source is None:
         return Init(None, Reason.INIT_FROM_NOT_FOUND, f"initFrom.experiment: there is no LoRAExperiment {name}")
+    if source.engine_namespace != experiment.engine_namespace:
+        message = f"initFrom.experiment: LoRAExperiment {name} is on an engine of namespace {source.engine_namespace}"
+        return Init(None, Reason.INIT_FROM_NOT_FOUND, f"{message}, not of {experiment.engine_namespace}")
     engine = source.status.engine.name if source.status.engine else None
     committed = source.status.checkpoint.step if source.status.checkpoint else None
     failed = find_condition(source.status.conditions, ExperimentCondition.FAILED)

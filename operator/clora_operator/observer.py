@@ -18,8 +18,9 @@ from clora_operator.claims import Assignment, Claim, Room
 from clora_operator.kube import Kube
 from clora_operator.links import EngineView, Links
 from clora_operator.observe import Memory, ObservedEngine, ObservedExperiment, resolve_init
-from clora_operator.priorities import PriorityClasses
+from clora_operator.priorities import NO_CLASS, PriorityClasses
 from clora_operator.resources import Engine, Experiment, Key, find_condition
+from clora_operator.tenancy import Namespaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Observer:
         """The memory that it returns has the times in it at which things were first seen."""
         told = experiment.status.engine
         name = told.name if told else assignment.engine if assignment else None
-        engine_key = Key("engine", experiment.meta.namespace, name or "")
+        engine_key = experiment.engine_key(name or "")
         view = self._links.view(engine_key)
         report = view.report(experiment.meta.uid) if view else None
         failed = memory.failed
@@ -52,7 +53,8 @@ class Observer:
             failed = (report.attempt, self._clock())
         silent_since = None if view is not None else memory.silent_since or self._clock()
         text, missing = await self._data(experiment, memory)
-        priority = await self._priorities.read(experiment.spec.priority_class_name if experiment.spec else None)
+        named = experiment.spec.priority_class_name if experiment.spec else None
+        priority = await self._priorities.read(named) if named else NO_CLASS
         return ObservedExperiment(
             experiment=experiment,
             assignment=assignment,
@@ -144,6 +146,7 @@ def rooms(cache: Cache, links: Links, now: datetime) -> list[Room]:
         max_rank = info.max_rank if info else engine.status.max_rank or None
         if max_rank is None and engine.spec is not None and engine.spec.endpoint is None:
             max_rank = engine.spec.capacity.max_rank
+        allowed = engine.spec.allowed_namespaces if engine.spec else None
         found.append(
             Room(
                 namespace=engine.meta.namespace,
@@ -154,32 +157,40 @@ def rooms(cache: Cache, links: Links, now: datetime) -> list[Room]:
                 max_rank=max_rank,
                 strangers=len(view.occupants() - ours) if view else 0,
                 draining=engine.spec is not None and engine.spec.drain,
+                max_per_namespace=engine.spec.capacity.max_per_namespace if engine.spec else None,
+                allowed_from=allowed.from_ if allowed else "Same",
+                allowed_labels=allowed.selector.match_labels if allowed and allowed.selector else {},
                 full=view is not None and view.full_until is not None and view.full_until > now,
             )
         )
     return found
 
 
-def claims(cache: Cache, links: Links, memories: Mapping[str, Memory], priorities: PriorityClasses) -> list[Claim]:
+def claims(
+    cache: Cache, links: Links, memories: Mapping[str, Memory], priorities: PriorityClasses, namespaces: Namespaces
+) -> list[Claim]:
     """What placement has to know of the experiments. One that is being deleted or has ended keeps its slot until the
     engine says otherwise, and wants none."""
     found = []
     for experiment in cache.experiments():
         meta, spec, told = experiment.meta, experiment.spec, experiment.status.engine
-        view = links.view(Key("engine", meta.namespace, told.name)) if told else None
+        view = links.view(experiment.engine_key(told.name)) if told else None
         holds = view is not None and meta.uid in view.occupants()
         over = experiment.finished or meta.deleted is not None
         if over and not holds:
             continue
         memory = memories.get(meta.uid)
         attached = find_condition(experiment.status.conditions, ExperimentCondition.ATTACHED)
-        priority = priorities.known(spec.priority_class_name if spec else None)
+        named = spec.priority_class_name if spec else None
+        priority = priorities.known(named) if named else NO_CLASS
         found.append(
             Claim(
                 uid=meta.uid,
                 namespace=meta.namespace,
                 name=meta.name,
                 created=meta.created,
+                engine_namespace=experiment.engine_namespace,
+                namespace_labels=namespaces.known(meta.namespace),
                 rank=spec.lora.rank if spec else 0,
                 engine=spec.engine_ref.name if spec and spec.engine_ref else None,
                 selector=spec.engine_selector.match_labels if spec and spec.engine_selector else None,
@@ -211,7 +222,9 @@ def _pinned(experiment: Experiment, view: EngineView | None, memory: Memory | No
     if told is None:
         source = starts_from(experiment)
         found = cache.experiment(source) if source else None
-        return found.status.engine.name if found is not None and found.status.engine else None
+        if found is None or found.status.engine is None or found.engine_namespace != experiment.engine_namespace:
+            return None
+        return found.status.engine.name
     refused = memory is not None and memory.answer is not None and memory.answer.problem is not None
     unknown_there = view is not None and view.reachable and view.report(experiment.meta.uid) is None
     if refused and unknown_there and experiment.status.checkpoint is None:

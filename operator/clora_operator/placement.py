@@ -9,10 +9,12 @@ priority needs it (preemption) or its engine drains.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from clora_api.v1alpha1.conditions import Reason
 from clora_operator.claims import Assignment, Claim, Room, Seat, taken_by
 from clora_operator.preemption import Slots
+from clora_operator.tenancy import denial
 
 
 def place(rooms: Iterable[Room], claims: Iterable[Claim]) -> dict[str, Assignment]:
@@ -20,9 +22,10 @@ def place(rooms: Iterable[Room], claims: Iterable[Claim]) -> dict[str, Assignmen
     slots = {room.seat: Slots(room, taken=room.strangers) for room in rooms}
     ordered = sorted(claims, key=lambda c: (-c.priority, not c.attached, c.created, c.namespace, c.name))
     for claim in ordered:
-        held = slots.get((claim.namespace, claim.pinned)) if claim.holds and claim.pinned else None
+        held = slots.get((claim.engine_namespace, claim.pinned)) if claim.holds and claim.pinned else None
         if held is not None:
-            held.hold(claim)
+            refused = denial(held.room, claim)
+            held.hold(replace(claim, leaving=True) if refused is not None and refused.reason is not None else claim)
     return {claim.uid: _assign(claim, slots) for claim in ordered}
 
 
@@ -37,6 +40,9 @@ def _assign(claim: Claim, slots: Mapping[Seat, Slots]) -> Assignment:
         return Assignment(None, reason=Reason.RANK_TOO_HIGH, message=message)
     chosen = min(fitting or candidates, key=lambda s: _preference(claim, s))
     engine = chosen.room.name
+    refused = denial(chosen.room, claim)
+    if refused is not None and (refused.reason is not None or not claim.holds):
+        return Assignment(engine, reason=refused.reason, message=refused.message)
     if chosen.room.draining and (claim.holds or claim.wants):
         message = f"LoRAEngine {engine} drains: it takes experiments again when its spec.drain is false"
         return Assignment(engine, reason=Reason.ENGINE_DRAINING, message=message)
@@ -47,9 +53,9 @@ def _assign(claim: Claim, slots: Mapping[Seat, Slots]) -> Assignment:
     if not chosen.room.ready:
         message = f"LoRAEngine {engine} is not ready"
         return Assignment(engine, reason=Reason.WAITING_FOR_ENGINE, message=message)
-    if chosen.free <= 0:
+    if chosen.free_for(claim) <= 0:
         return _wait(claim, chosen)
-    chosen.taken += 1
+    chosen.admit(claim)
     return Assignment(engine, admitted=True)
 
 
@@ -59,17 +65,28 @@ def _keep(claim: Claim, held: Slots) -> Assignment:
     if preemptor is None:
         return Assignment(engine, admitted=True)
     held.queued += 1
-    by = preemptor.name
+    by = _named(preemptor, claim)
     message = f"{taken_by(by)}; {_place_in_queue(held)}"
     return Assignment(engine, reason=Reason.PREEMPTED, message=message, position=held.queued, preemptor=by)
 
 
 def _wait(claim: Claim, full: Slots) -> Assignment:
+    limited = full.limited(claim)
     victim = full.enqueue(claim)
     message = _place_in_queue(full)
+    if limited:
+        message = (
+            f"namespace {claim.namespace} has all the slots of LoRAEngine {full.room.name} that one may have"
+            f" (maxPerNamespace {full.room.max_per_namespace}): place {full.queued} in its queue"
+        )
     if victim is not None:
-        message += f"; LoRAExperiment {victim.name} of a lower priority makes room for it"
+        message += f"; LoRAExperiment {_named(victim, claim)} of a lower priority makes room for it"
     return Assignment(full.room.name, reason=Reason.QUEUED, message=message, position=full.queued)
+
+
+def _named(other: Claim, claim: Claim) -> str:
+    """What `claim`'s people may read of another experiment: no name of another namespace."""
+    return other.name if other.namespace == claim.namespace else f"{other.uid} (of another namespace)"
 
 
 def _place_in_queue(full: Slots) -> str:
@@ -79,7 +96,7 @@ def _place_in_queue(full: Slots) -> str:
 def _candidates(claim: Claim, slots: Mapping[Seat, Slots]) -> list[Slots]:
     wanted = claim.engine or claim.pinned
     if wanted is not None:
-        found = slots.get((claim.namespace, wanted))
+        found = slots.get((claim.engine_namespace, wanted))
         return [found] if found else []
     labels = (claim.selector or {}).items()
     return [s for s in slots.values() if s.room.namespace == claim.namespace and labels <= s.room.labels.items()]
@@ -88,7 +105,7 @@ def _candidates(claim: Claim, slots: Mapping[Seat, Slots]) -> list[Slots]:
 def _preference(claim: Claim, slots: Slots) -> tuple[bool, bool, bool, int, int, str]:
     """Least first: engines that take anybody, with room, or where room can be made, the shortest queue, the most room;
     then by name."""
-    free, open_for_new = slots.free, slots.room.ready and not slots.room.draining
+    free, open_for_new = slots.free_for(claim), slots.room.ready and not slots.room.draining
     return not open_for_new, free <= 0, not slots.obtainable(claim), slots.queued, -free, slots.room.name
 
 
@@ -96,6 +113,7 @@ def _not_found(claim: Claim) -> str:
     if claim.pinned and claim.engine in (None, claim.pinned):
         return f"LoRAEngine {claim.pinned}, whose storage holds this experiment's steps, does not exist any more"
     if claim.engine:
-        return f"there is no LoRAEngine {claim.engine} in namespace {claim.namespace}"
+        elsewhere = ", or the operator does not watch it" if claim.engine_namespace != claim.namespace else ""
+        return f"there is no LoRAEngine {claim.engine} in namespace {claim.engine_namespace}{elsewhere}"
     labels = ", ".join(f"{key}={value}" for key, value in sorted((claim.selector or {}).items()))
     return f"no LoRAEngine in namespace {claim.namespace} has the labels {labels}"

@@ -25,9 +25,10 @@ from clora_operator.links import Change, Links
 from clora_operator.observe import Memory
 from clora_operator.observer import EngineMemory, Observer, claims, rooms, starts_from
 from clora_operator.placement import place
-from clora_operator.priorities import PriorityClasses
-from clora_operator.resources import Experiment, Key
+from clora_operator.priorities import priority_classes
+from clora_operator.resources import Engine, Experiment, Key
 from clora_operator.settings import Settings
+from clora_operator.tenancy import namespaces, needs_labels
 from clora_operator.work_queue import WorkQueue
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class Reconciler:
         self.cache = Cache()
         self.links = Links(settings.poll_seconds, clock, self._on_change)
         self._actor = Actor(kube, self.cache, self.links, clock)
-        self._priorities = PriorityClasses(kube)
+        self._priorities = priority_classes(kube)
+        self._namespaces = namespaces(kube)
         self._observer = Observer(kube, self.cache, self.links, self._priorities, clock)
         self._queue: WorkQueue[Key] = WorkQueue()
         self._assignments: dict[str, Assignment] = {}
@@ -63,6 +65,8 @@ class Reconciler:
             self._woken.update(e.key for e in self.cache.experiments() if starts_from(e) == key)
         else:
             self._queue.add(key)
+            # whom an engine lets in may have changed, and namespaces' labels are read for those alone
+            self._woken.update(e.key for e in self._guests(key))
             for other in self.cache.engines():  # two engines may want one endpoint
                 if other.key != key and self.cache.engine(key) is None:
                     self._queue.add(other.key)
@@ -71,12 +75,12 @@ class Reconciler:
     def _on_change(self, change: Change) -> None:
         if change.engine_changed:
             self._queue.add(change.engine)
-        namespace = change.engine.namespace
         for experiment in self.cache.experiments():
             meta = experiment.meta
             told = experiment.status.engine
+            ours = experiment.engine_namespace == change.engine.namespace
             concerned = told is not None and told.name == change.engine.name and change.engine_changed
-            if meta.namespace == namespace and (meta.uid in change.uids or concerned):
+            if ours and (meta.uid in change.uids or concerned):
                 self._woken.add(experiment.key)
         self._placement_due.set()
 
@@ -132,6 +136,7 @@ class Reconciler:
 
     async def _reconcile_experiment(self, experiment: Experiment) -> float | None:
         uid, key = experiment.meta.uid, experiment.key
+        await self._learn_namespace(experiment)
         memory = self._memories.get(uid, Memory())
         observed = await self._observer.experiment(experiment, self._assignments.get(uid), memory)
         plan = decide_experiment(observed, self._clock(), self._settings)
@@ -149,6 +154,21 @@ class Reconciler:
         if outcome.released:
             self._queue.add(key)
         return await self._settle(key, outcome, plan.requeue_after)
+
+    async def _learn_namespace(self, experiment: Experiment) -> None:
+        name = experiment.meta.namespace
+        if self._namespaces.known(name) is None and needs_labels(experiment, self._referred(experiment)):
+            await self._namespaces.read(name)
+            self._placement_due.set()
+
+    def _referred(self, experiment: Experiment) -> Engine | None:
+        reference = experiment.spec.engine_ref if experiment.spec else None
+        return self.cache.engine(experiment.engine_key(reference.name)) if reference else None
+
+    def _guests(self, key: Key) -> list[Experiment]:
+        """Experiments of other namespaces that refer to an engine of this one."""
+        here = (e for e in self.cache.experiments() if e.engine_namespace == key.namespace)
+        return [experiment for experiment in here if experiment.meta.namespace != key.namespace]
 
     async def _reconcile_engine(self, key: Key) -> float | None:
         engine = self.cache.engine(key)
@@ -193,7 +213,7 @@ class Reconciler:
     def _place(self) -> None:
         now = self._clock()
         seats = rooms(self.cache, self.links, now)
-        found = place(seats, claims(self.cache, self.links, self._memories, self._priorities))
+        found = place(seats, claims(self.cache, self.links, self._memories, self._priorities, self._namespaces))
         old, self._assignments = self._assignments, found
         for experiment in self.cache.experiments():
             uid = experiment.meta.uid
@@ -227,7 +247,7 @@ class Reconciler:
         for key, reports in before.items():
             link = self.links.get(key)
             for uid, report in reports.items():
-                ours = report.namespace == key.namespace and self._settings.watches(report.namespace)
+                ours = self._may_be_ours(key, report.namespace)
                 if link is not None and ours and uid not in alive:
                     log.info("%s: experiment %s/%s is gone, detaching", key, report.namespace, report.name)
                     try:
@@ -238,10 +258,18 @@ class Reconciler:
             if self.cache.engine(link.key) is None:
                 await self._retire_unless_needed(link.key)
 
+    def _may_be_ours(self, key: Key, namespace: str) -> bool:
+        """Whether an experiment of that namespace, unknown here, can be one of this operator's that is gone."""
+        engine = self.cache.engine(key)
+        shared = engine is not None and engine.spec is not None and engine.spec.allowed_namespaces.from_ != "Same"
+        return self._settings.watches(namespace) and (namespace == key.namespace or shared)
+
     async def _list_everything(self) -> None:
         engines = await asyncio.to_thread(self._kube.list_all, ENGINES, self._settings.namespaces)
         experiments = await asyncio.to_thread(self._kube.list_all, EXPERIMENTS, self._settings.namespaces)
         keys = self.cache.replace("engine", engines) | self.cache.replace("experiment", experiments)
+        guests = [e for e in self.cache.experiments() if needs_labels(e, self._referred(e))]
+        await self._namespaces.refresh(guest.meta.namespace for guest in guests)
         specs = [experiment.spec for experiment in self.cache.experiments() if experiment.spec]
         await self._priorities.refresh(spec.priority_class_name for spec in specs if spec.priority_class_name)
         for key in keys:
@@ -251,7 +279,7 @@ class Reconciler:
         """The link of a deleted engine stays while experiments have to be released through it."""
         for experiment in self.cache.experiments():
             told = experiment.status.engine
-            if experiment.meta.namespace == key.namespace and told is not None and told.name == key.name:
+            if told is not None and experiment.engine_key(told.name) == key:
                 return
         await self.links.retire(key)
 

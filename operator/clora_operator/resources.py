@@ -51,17 +51,23 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """`spec` is None, and `invalid` says why, where the stored spec is not of this release."""
+    """`spec` is None, and `invalid` says why, where the stored spec is not of this release. engine_namespace: of the
+    engine that the spec refers to, known even then; never read from the status, which others may have written."""
 
     meta: Meta
     spec: ExperimentSpec | None
     invalid: str
     status: ExperimentStatus
     raw_status: Mapping[str, Any]
+    engine_namespace: str
 
     @property
     def key(self) -> Key:
         return Key("experiment", self.meta.namespace, self.meta.name)
+
+    def engine_key(self, name: str) -> Key:
+        """Of the engine `name` that it is on, or may be."""
+        return Key("engine", self.engine_namespace, name)
 
     @property
     def finished(self) -> bool:
@@ -94,7 +100,8 @@ def parse_experiment(body: Mapping[str, Any]) -> Experiment:
     # `state` is derived from the conditions and never read back, so that a later release may have more words for it
     status = ExperimentStatus.model_validate({k: v for k, v in raw_status.items() if k != "state"})
     spec, invalid = _parse_spec(ExperimentSpec, body)
-    return Experiment(_meta(body), spec, invalid, status, raw_status)
+    meta, reference = _meta(body), (body.get("spec") or {}).get("engineRef") or {}
+    return Experiment(meta, spec, invalid, status, raw_status, str(reference.get("namespace") or meta.namespace))
 
 
 def parse_engine(body: Mapping[str, Any]) -> Engine:

@@ -44,7 +44,10 @@ RULES = [
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": ["create", "patch"]},
 ]
 # What it reads of the whole cluster, where it may.
-CLUSTER_RULES = [{"apiGroups": ["scheduling.k8s.io"], "resources": ["priorityclasses"], "verbs": ["get"]}]
+CLUSTER_RULES = [
+    {"apiGroups": ["scheduling.k8s.io"], "resources": ["priorityclasses"], "verbs": ["get"]},
+    {"apiGroups": [""], "resources": ["namespaces"], "verbs": ["get"]},
+]
 # Times that make a test quick; what a test is about it sets itself.
 QUICK = {
     "METRICS_PORT": "0",
@@ -95,6 +98,10 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
 
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def set_token(self, token: str) -> None:
         """The only one that it accepts from now on."""
         self._token.write_text(token)
@@ -122,14 +129,15 @@ class OperatorProcess:
     """`clora-operator run`, as users run it."""
 
     def __init__(self, kubeconfig: Path, namespace: str, log: Path, **settings: str) -> None:
-        self._kubeconfig, self._namespace, self.log = kubeconfig, namespace, log
+        self._kubeconfig, self.namespaces, self.log = kubeconfig, [namespace], log
         self._settings = {f"CLORA_OPERATOR_{name}": value for name, value in (QUICK | settings).items()}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Returns once it watches."""
         port = free_port()
-        command = [str(Path(sys.executable).with_name("clora-operator")), "run", "--namespace", self._namespace]
+        command = [str(Path(sys.executable).with_name("clora-operator")), "run"]
+        command += [f"--namespace={namespace}" for namespace in self.namespaces]
         command += ["--kubeconfig", str(self._kubeconfig), "--liveness-port", str(port)]
         with self.log.open("ab") as log:
             environment = {**os.environ, **self._settings}
@@ -282,6 +290,14 @@ def wait_for(check: Callable[[], bool], what: str, seconds: float = SECONDS) -> 
         time.sleep(0.05)
 
 
+def grant(kube: client.ApiClient, namespace: str, subject: dict[str, str]) -> None:
+    """RULES in `namespace` for a ServiceAccount."""
+    rbac, name = client.RbacAuthorizationV1Api(kube), subject["name"]
+    rbac.create_namespaced_role(namespace, {"metadata": {"name": name}, "rules": RULES})
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    rbac.create_namespaced_role_binding(namespace, {"metadata": {"name": name}, "subjects": [subject], "roleRef": role})
+
+
 def restricted_kubeconfig(
     control_plane: ControlPlane | NodeCluster, kube: client.ApiClient, namespace: str, folder: Path
 ) -> Path:
@@ -289,10 +305,8 @@ def restricted_kubeconfig(
     core, rbac = client.CoreV1Api(kube), client.RbacAuthorizationV1Api(kube)
     name = "clora-operator"
     core.create_namespaced_service_account(namespace, {"metadata": {"name": name}})
-    rbac.create_namespaced_role(namespace, {"metadata": {"name": name}, "rules": RULES})
     subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
-    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
-    rbac.create_namespaced_role_binding(namespace, {"metadata": {"name": name}, "subjects": [subject], "roleRef": role})
+    grant(kube, namespace, subject)
     everywhere = f"{name}-{namespace}"
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": everywhere}
     binding = {"metadata": {"name": everywhere}, "subjects": [subject], "roleRef": role}
@@ -315,6 +329,16 @@ class Stage:
     def __init__(self, stack: ExitStack, folder: Path, kubeconfig: Path, cluster: Cluster) -> None:
         self._stack, self._folder, self.kubeconfig = stack, folder, kubeconfig
         self.cluster = cluster
+        self._guests: list[Cluster] = []
+
+    def guest(self, kube: client.ApiClient, namespace: str) -> Cluster:
+        """Another namespace that the operator, started afterwards, watches too."""
+        grant(
+            kube, namespace, {"kind": "ServiceAccount", "name": "clora-operator", "namespace": self.cluster.namespace}
+        )
+        self._guests.append(Cluster(kube, namespace))
+        self._stack.callback(release, self._guests[-1])
+        return self._guests[-1]
 
     def start_engine(self, name: str = "main", *, max_experiments: int = 4, max_rank: int = 32) -> EngineProcess:
         """An engine that answers, and its LoRAEngine."""
@@ -326,6 +350,7 @@ class Stage:
 
     def start_operator(self, **settings: str) -> OperatorProcess:
         operator = OperatorProcess(self.kubeconfig, self.cluster.namespace, self._folder / "operator.log", **settings)
+        operator.namespaces += [guest.namespace for guest in self._guests]
         self._stack.callback(operator.kill)
         operator.start()
         return operator

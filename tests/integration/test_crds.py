@@ -97,6 +97,9 @@ def test_a_crd_is_structural_and_its_names_are_taken(kube: client.ApiClient, plu
         ("leng.spec.scheduling", "the experiment with the least work left over its weight first"),
         ("lexp.status.progress.percent", "Share of the steps made"),
         ("leng.spec.capacity.maxRank", "Highest LoRA rank"),
+        ("lexp.spec.priorityClassName", "a higher priority takes the slot of the lowest one"),
+        ("leng.spec.drain", "finishes its step, commits, detaches and waits"),
+        ("leng.spec.allowedNamespaces.from", "experiments of the engine's own namespace"),
         ("leng.status.epoch", "The present life of the engine"),
     ],
 )
@@ -162,6 +165,10 @@ VOLUME = {"volume": "sets", "path": "a/b.jsonl"}
         ({"deletionPolicy": "Forget"}, "spec.deletionPolicy"),
         ({"weight": 0}, "spec.weight"),
         ({"weight": 1001}, "spec.weight"),
+        ({"priorityClassName": "system-node-critical"}, "Kubernetes keeps classes that start with 'system-'"),
+        ({"priorityClassName": "High"}, "must be the name of a PriorityClass"),
+        ({"ttlSecondsAfterFinished": -1}, "spec.ttlSecondsAfterFinished"),
+        ({"engineRef": {"name": "main", "namespace": "a.b"}}, "spec.engineRef.namespace"),
     ],
 )
 def test_an_experiment_is_refused(api: Api, changes: dict[str, Any], words: str) -> None:
@@ -181,6 +188,13 @@ def test_an_experiment_is_refused(api: Api, changes: dict[str, Any], words: str)
         ({"scheduling": "First"}, 'supported values: "FairShare", "ShortestRemaining"'),
         ({"storage": {"existingClaim": "c", "storageClassName": "s"}}, "storageClassName has no effect"),
         ({"storage": {"size": "much"}}, "spec.storage.size"),
+        ({"allowedNamespaces": {"from": "Selector"}}, "from Selector goes with a selector and only with it"),
+        (
+            {"allowedNamespaces": {"selector": {"matchLabels": {"a": "b"}}}},
+            "from Selector goes with a selector and only with it",
+        ),
+        ({"allowedNamespaces": {"from": "Some"}}, 'supported values: "Same", "All", "Selector"'),
+        ({"capacity": {"maxPerNamespace": 0}}, "spec.capacity.maxPerNamespace"),
         ({"dataVolumes": [{"name": "a", "claimName": "x"}, {"name": "a", "claimName": "y"}]}, "Duplicate value"),
     ],
 )

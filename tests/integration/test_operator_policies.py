@@ -1,4 +1,4 @@
-"""Who may use an engine, and when: priority classes and preemption, drains, and the end after the end."""
+"""Who may use an engine, and when: priorities and preemption, drains, other namespaces, the end after the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kubernetes import client
 
-from tests.integration.operator_fixtures import Stage, condition, stage, status, wait_for
+from tests.integration.operator_fixtures import Cluster, Stage, condition, stage, status, wait_for
 
 pytestmark = pytest.mark.integration
 __all__ = ["stage"]
@@ -185,3 +185,81 @@ def test_a_drained_engines_pod_is_replaced_when_its_template_is_new(stage: Stage
     assert after.metadata.uid != before.metadata.uid
     assert after.spec.containers[0].image == "clora-engine:right"
     assert condition(cluster.get("big", "loraengines"), "Drained")["status"] == "True"
+
+
+@pytest.fixture
+def guests(stage: Stage, kube: client.ApiClient) -> Iterator[Cluster]:
+    """A second team's namespace, with a label."""
+    name = f"{stage.cluster.namespace}-guests"
+    core = client.CoreV1Api(kube)
+    core.create_namespace({"metadata": {"name": name, "labels": {"team": "guests"}}})
+    yield stage.guest(kube, name)
+    core.delete_namespace(name)
+
+
+def test_an_engine_for_other_namespaces(stage: Stage, guests: Cluster) -> None:
+    engine = stage.start_engine(max_experiments=3)
+    operator = stage.start_operator()
+    host = stage.cluster
+    reference = {"name": "main", "namespace": host.namespace}
+    config_map = {"metadata": {"name": "sets"}, "data": {"train": "{}"}}
+    guests.core.create_namespaced_config_map(guests.namespace, config_map)
+    data = {"configMap": {"name": "sets", "key": "train"}}
+    first = guests.experiment("one", max_steps=ENDLESS, arguments=SLOW, engineRef=reference, data=data)
+    refused = guests.wait_reason("one", "Accepted", "NamespaceNotAllowed")
+    assert "allowedNamespaces" in condition(refused, "Accepted")["message"]
+    assert first not in engine.uids()
+
+    selector = {"from": "Selector", "selector": {"matchLabels": {"team": "guests"}}}
+    limits = {"maxPerNamespace": 1}
+    host.patch("main", {"spec": {"allowedNamespaces": selector, "capacity": limits}}, "loraengines")
+    guests.wait_state("one", "Running")
+    assert engine.get(f"/v1/experiments/{first}")["namespace"] == guests.namespace
+    second = guests.experiment("two", max_steps=1, engineRef=reference)
+    queued = guests.wait_state("two", "Queued")
+    assert "maxPerNamespace 1" in condition(queued, "Attached")["message"]
+    host.experiment("theirs", max_steps=1)
+    host.wait_state("theirs", "Succeeded")  # another namespace is not held up
+    operator.kill()
+    operator.start()
+    guests.delete("one")
+    guests.wait_gone("one")
+    assert first not in engine.uids()
+    guests.wait_state("two", "Succeeded")
+    assert [len(engine.events("attach", uid)) for uid in (first, second)] == [1, 1]
+    secrets = guests.core.list_namespaced_secret(guests.namespace).items
+    assert secrets == [], "the token stays with the engine"
+
+
+def test_who_is_let_in_no_longer_commits_and_leaves(stage: Stage, guests: Cluster) -> None:
+    engine = stage.start_engine()
+    stage.start_operator()
+    host = stage.cluster
+    host.patch("main", {"spec": {"allowedNamespaces": {"from": "All"}}}, "loraengines")
+    reference = {"name": "main", "namespace": host.namespace}
+    uid = guests.experiment("one", max_steps=12, arguments=SLOW, engineRef=reference)
+    guests.wait("one", lambda o: status(o).get("progress", {}).get("step", 0) >= 1, "a step")
+    host.patch("main", {"spec": {"allowedNamespaces": {"from": "Same"}}}, "loraengines")
+    refused = guests.wait_reason("one", "Accepted", "NamespaceNotAllowed")
+    assert condition(refused, "Attached")["status"] == "False"
+    (left,) = engine.events("leave", uid)
+    host.patch("main", {"spec": {"allowedNamespaces": {"from": "All"}}}, "loraengines")
+    guests.wait_state("one", "Succeeded")
+    assert engine.events("attach", uid)[1]["step"] == left["step"] > 0
+
+
+def test_an_operator_that_may_not_read_namespaces_says_so(
+    stage: Stage, guests: Cluster, kube: client.ApiClient
+) -> None:
+    name = f"clora-operator-{stage.cluster.namespace}"
+    client.RbacAuthorizationV1Api(kube).replace_cluster_role(name, {"metadata": {"name": name}, "rules": []})
+    stage.start_engine()
+    stage.start_operator()
+    selector = {"from": "Selector", "selector": {"matchLabels": {"team": "guests"}}}
+    stage.cluster.patch("main", {"spec": {"allowedNamespaces": selector}}, "loraengines")
+    reference = {"name": "main", "namespace": stage.cluster.namespace}
+    guests.experiment("one", engineRef=reference)
+    refused = guests.wait_reason("one", "Accepted", "NamespaceUnreadable")
+    assert "get on namespaces" in condition(refused, "Accepted")["message"]
+    stage.cluster.patch("main", {"spec": {"allowedNamespaces": {"from": "All", "selector": None}}}, "loraengines")
+    guests.wait_state("one", "Succeeded")

@@ -38,6 +38,8 @@ class Reason(StrEnum):
     SPEC_VALID = "SpecValid"
     INVALID_SPEC = "InvalidSpec"  # the engine refused the spec; the message names the field
     ENGINE_NOT_FOUND = "EngineNotFound"
+    NAMESPACE_NOT_ALLOWED = "NamespaceNotAllowed"  # by the engine's allowedNamespaces
+    NAMESPACE_UNREADABLE = "NamespaceUnreadable"  # the operator may not read the labels that decide it
     RANK_TOO_HIGH = "RankTooHigh"
     DATA_NOT_FOUND = "DataNotFound"
     INIT_FROM_NOT_FOUND = "InitFromNotFound"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from clora_api.v1alpha1.base import ApiModel, LabelName, ObjectName, RelativePath, StatusModel, rules
-from clora_api.v1alpha1.experiment import Condition
+from clora_api.v1alpha1.experiment import Condition, LabelKey, LabelValue
 
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([kKMGTPE]i?|m)?$", max_length=32)]
 
@@ -45,9 +45,37 @@ class Capacity(ApiModel):
     """How many tenants fit."""
 
     max_experiments: int = Field(8, ge=1, le=256, description="Experiments attached at once.")
+    max_per_namespace: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="Of these, experiments of one namespace; the others of it wait. Unset: no limit.",
+    )
     max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
         32, description="Highest LoRA rank; every slot of the sampler is this large."
     )
+
+
+class NamespaceSelector(ApiModel):
+    match_labels: dict[LabelKey, LabelValue] = Field(
+        min_length=1, max_length=16, description="Labels that a namespace must have."
+    )
+
+
+class AllowedNamespaces(ApiModel):
+    """Whose experiments the engine takes. Its own namespace's always."""
+
+    model_config = rules(
+        ("(self.from == 'Selector') == has(self.selector)", "from Selector goes with a selector and only with it"),
+    )
+
+    from_: Literal["Same", "All", "Selector"] = Field(
+        "Same",
+        alias="from",
+        description="Same: experiments of the engine's own namespace. All: of every namespace. Selector: of namespaces"
+        " with these labels too, which the operator must be allowed to read. Who is let in may read the dataVolumes.",
+    )
+    selector: NamespaceSelector | None = Field(None, description="The namespaces, by their labels.")
 
 
 class Sampler(ApiModel):
@@ -127,6 +155,10 @@ class EngineSpec(ApiModel):
         description="Whose tokens the sampler draws first while it is saturated. FairShare: all experiments at once, by"
         " their weights. ShortestRemaining: the experiment with the least work left over its weight first, so that"
         " equal ones end one after another instead of all last; nobody waits for ever.",
+    )
+    allowed_namespaces: AllowedNamespaces = Field(
+        default_factory=AllowedNamespaces,
+        description="Whose experiments the engine takes, by engineRef.namespace. Its token stays in its own namespace.",
     )
     drain: bool = Field(
         False,

@@ -63,9 +63,14 @@ PriorityClassName = Annotated[
 
 
 class EngineRef(ApiModel):
-    """A LoRAEngine of the same namespace."""
+    """A LoRAEngine."""
 
-    name: ObjectName = Field(description="Name of a LoRAEngine in the experiment's namespace.")
+    name: ObjectName = Field(description="Name of a LoRAEngine.")
+    namespace: LabelName | None = Field(
+        None,
+        description="Its namespace; unset: the experiment's own. Another one's engine has to allow it by its"
+        " spec.allowedNamespaces.",
+    )
 
 
 class EngineSelector(ApiModel):
@@ -409,7 +414,9 @@ class ExperimentStatus(StatusModel):
     queue_position: int | None = Field(None, ge=1, description="Place in the queue while Queued.")
     restarts: int = Field(0, ge=0, description="Errors of the experiment that were tried again.")
     preempted_by: str | None = Field(
-        None, max_length=253, description="The LoRAExperiment that took its slot, until it has one again."
+        None,
+        max_length=253,
+        description="The LoRAExperiment that took its slot, until it has one again; of another namespace, its uid.",
     )
     checkpoint: CheckpointStatus | None = Field(None, description="The latest commit.")
     init_from: InitFromStatus | None = Field(None, description="What initFrom.experiment was resolved to.")

@@ -24,8 +24,11 @@ from clora_operator.links import EngineView
 from clora_operator.observe import Memory, ObservedEngine, ObservedExperiment
 from clora_operator.plan import Plan
 from clora_operator.priorities import NO_CLASS, PriorityClasses
+from clora_operator.priorities import priority_classes as classes_of
 from clora_operator.resources import Engine, Experiment, parse_engine, parse_experiment, to_rfc3339
 from clora_operator.settings import Settings
+from clora_operator.tenancy import Namespaces
+from clora_operator.tenancy import namespaces as namespaces_of
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 SETTINGS = Settings()
@@ -171,7 +174,17 @@ def priority_classes(*, body: dict[str, Any] | None = None, status: int = 0) -> 
                 raise KubeError(status, "refused")
             return body
 
-    return PriorityClasses(Answers())  # type: ignore[arg-type]
+    return classes_of(Answers())  # type: ignore[arg-type]
+
+
+def namespaces(**labels: dict[str, str]) -> Namespaces:
+    """Of an API server that has these namespaces, with their labels."""
+
+    class Answers:
+        def namespace(self, name: str) -> dict[str, Any] | None:
+            return {"metadata": {"name": name, "labels": labels[name]}} if name in labels else None
+
+    return namespaces_of(Answers())  # type: ignore[arg-type]
 
 
 ADMITTED = Assignment("main", admitted=True)

@@ -22,6 +22,7 @@ from tests.unit.operator.factories import (
     engine,
     experiment,
     metadata,
+    namespaces,
     priority_classes,
     report,
     running,
@@ -29,7 +30,7 @@ from tests.unit.operator.factories import (
     view,
 )
 
-NO_CLASSES = priority_classes(body=None)
+NO_CLASSES, NO_NAMESPACES = priority_classes(body=None), namespaces()
 
 
 def source(*conditions: dict[str, Any], step: int | None = None) -> Experiment:
@@ -75,6 +76,14 @@ def test_init_is_resolved_once() -> None:
         found = resolve_init(kept, later)
         assert found is not None
         assert found.source == InitSource(uid="source-uid", step=2)
+
+
+def test_init_from_an_engine_of_another_namespace() -> None:
+    elsewhere = replace(source(SUCCEEDED, step=9), engine_namespace="platform")
+    found = resolve_init(experiment(initFrom={"experiment": {"name": "source"}}), elsewhere)
+    assert found is not None
+    assert found.reason == "InitFromNotFound"
+    assert "platform" in found.message
 
 
 def test_no_init() -> None:
@@ -189,7 +198,7 @@ REFUSED = Memory(answer=Answer("d", NOW, problem=Problem(type="capacity-exceeded
 def test_only_a_plain_refusal_sets_an_experiment_free(
     cache: Cache, of_view: EngineView, memory: Memory, pinned: str | None
 ) -> None:
-    (claim,) = claims(cache, links_with(of_view), {UID: memory}, NO_CLASSES)
+    (claim,) = claims(cache, links_with(of_view), {UID: memory}, NO_CLASSES, NO_NAMESPACES)
     assert claim.pinned == pinned
 
 
@@ -203,10 +212,10 @@ def prioritised(**status: Any) -> Cache:
 
 async def test_a_priority_that_is_not_known_yet_takes_nobodys_slot_and_loses_none() -> None:
     classes = priority_classes(body={"value": 1000})
-    (before,) = claims(prioritised(), links_with(view()), {}, classes)
+    (before,) = claims(prioritised(), links_with(view()), {}, classes, NO_NAMESPACES)
     assert (before.priority, before.preempts, before.preemptible) == (0, False, False)
     await classes.read("high")
-    (after,) = claims(prioritised(), links_with(view()), {}, classes)
+    (after,) = claims(prioritised(), links_with(view()), {}, classes, NO_NAMESPACES)
     assert (after.priority, after.preempts, after.preemptible) == (1000, True, True)
 
 
@@ -214,9 +223,11 @@ async def test_nobody_makes_room_for_what_the_engine_has_refused() -> None:
     classes = priority_classes(body={"value": 1000})
     await classes.read("high")
     refused = condition("Accepted", "False", "InvalidSpec")
-    (claim,) = claims(prioritised(conditions=[refused]), links_with(view()), {}, classes)
+    (claim,) = claims(prioritised(conditions=[refused]), links_with(view()), {}, classes, NO_NAMESPACES)
     assert not claim.preempts
-    (claim,) = claims(prioritised(conditions=[refused | {"observedGeneration": 0}]), links_with(view()), {}, classes)
+    (claim,) = claims(
+        prioritised(conditions=[refused | {"observedGeneration": 0}]), links_with(view()), {}, classes, NO_NAMESPACES
+    )
     assert claim.preempts
 
 
@@ -225,6 +236,6 @@ def test_who_is_to_be_suspended_gives_its_slot_up_by_itself() -> None:
     suspended = experiment(suspend=True, status=running())
     status = dict(suspended.raw_status)
     cache.put("experiment", {"metadata": metadata("one", UID), "spec": spec(suspend=True), "status": status})
-    (claim,) = claims(cache, links_with(view(report(suspended))), {}, NO_CLASSES)
+    (claim,) = claims(cache, links_with(view(report(suspended))), {}, NO_CLASSES, NO_NAMESPACES)
     assert claim.holds
     assert claim.leaving

@@ -36,6 +36,7 @@ def claim(uid: str, age: int = 0, **fields: Any) -> Claim:
         "name": uid,
         "created": START + timedelta(seconds=age),
         "rank": 16,
+        "engine_namespace": "team",
         "engine": "main",
         "selector": None,
         "wants": True,

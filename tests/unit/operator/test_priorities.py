@@ -8,7 +8,7 @@ import pytest
 
 from clora_api.v1alpha1.conditions import Reason
 from clora_operator.kube import KubeError
-from clora_operator.priorities import NO_CLASS, priority_of
+from clora_operator.priorities import priority_of
 from tests.unit.operator.factories import priority_classes
 
 
@@ -24,12 +24,6 @@ from tests.unit.operator.factories import priority_classes
 def test_a_class(body: dict[str, Any], value: int, preempts: bool) -> None:
     found = priority_of("x", body)
     assert (found.value, found.preempts, found.reason) == (value, preempts, None)
-
-
-async def test_no_name_is_no_question() -> None:
-    classes = priority_classes(status=500)
-    assert classes.known(None) == NO_CLASS
-    assert await classes.read(None) == NO_CLASS
 
 
 @pytest.mark.parametrize(
