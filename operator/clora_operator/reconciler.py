@@ -136,7 +136,7 @@ class Reconciler:
 
     async def _reconcile_experiment(self, experiment: Experiment) -> float | None:
         uid, key = experiment.meta.uid, experiment.key
-        await self._learn_namespace(experiment)
+        await self._learn(experiment)
         memory = self._memories.get(uid, Memory())
         observed = await self._observer.experiment(experiment, self._assignments.get(uid), memory)
         plan = decide_experiment(observed, self._clock(), self._settings)
@@ -155,10 +155,14 @@ class Reconciler:
             self._queue.add(key)
         return await self._settle(key, outcome, plan.requeue_after)
 
-    async def _learn_namespace(self, experiment: Experiment) -> None:
-        name = experiment.meta.namespace
-        if self._namespaces.known(name) is None and needs_labels(experiment, self._referred(experiment)):
-            await self._namespaces.read(name)
+    async def _learn(self, experiment: Experiment) -> None:
+        """Reads, once, what placement has to know of the cluster: the priority class, the namespace's labels."""
+        namespace, named = experiment.meta.namespace, experiment.spec.priority_class_name if experiment.spec else None
+        if named and self._priorities.known(named) is None:
+            await self._priorities.read(named)
+            self._placement_due.set()
+        if self._namespaces.known(namespace) is None and needs_labels(experiment, self._referred(experiment)):
+            await self._namespaces.read(namespace)
             self._placement_due.set()
 
     def _referred(self, experiment: Experiment) -> Engine | None:

@@ -71,6 +71,23 @@ def test_a_higher_priority_takes_the_lowest_ones_slot_and_gives_it_back(
     assert status(cluster.get("a-kept"))["state"] == "Running"
 
 
+def test_a_changed_priority_counts_at_once(stage: Stage, priority_class: Callable[..., str]) -> None:
+    engine = stage.start_engine(max_experiments=1)
+    stage.start_operator(RESYNC_SECONDS="600")
+    cluster = stage.cluster
+    first = cluster.experiment("first", max_steps=ENDLESS, arguments=SLOW)
+    cluster.wait_state("first", "Running")
+    second = cluster.experiment("second", max_steps=ENDLESS, arguments=SLOW)
+    cluster.wait_state("second", "Queued")
+    cluster.patch("second", {"spec": {"priorityClassName": priority_class("high", 5)}})
+    cluster.wait_state("second", "Running")
+    cluster.wait_reason("first", "Attached", "Preempted")
+    cluster.patch("first", {"spec": {"priorityClassName": priority_class("higher", 6)}})
+    cluster.wait_state("first", "Running")
+    cluster.wait_reason("second", "Attached", "Preempted")
+    assert [len(engine.events("attach", uid)) for uid in (first, second)] == [2, 1]
+
+
 def test_a_priority_class_that_comes_later(stage: Stage, priority_class: Callable[..., str]) -> None:
     engine = stage.start_engine(max_experiments=1)
     stage.start_operator(RESYNC_SECONDS="1")
