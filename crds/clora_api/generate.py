@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from clora_api import GROUP, VERSION
 from clora_api.schema import structural_schema
+from clora_api.v1alpha1.conditions import State
 from clora_api.v1alpha1.engine import EngineSpec, EngineStatus
 from clora_api.v1alpha1.experiment import ExperimentSpec, ExperimentStatus
 
@@ -43,10 +44,13 @@ def crd(
     spec: type[BaseModel],
     status: type[BaseModel],
     columns: list[dict[str, Any]],
+    first_status: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One CustomResourceDefinition with a status subresource."""
+    """One CustomResourceDefinition with a status subresource; `first_status` is shown until there is another."""
     status_schema = structural_schema(status)
     _drop_defaults(status_schema)
+    if first_status is not None:
+        status_schema["default"] = first_status
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -90,7 +94,7 @@ def crd(
 
 
 def _drop_defaults(node: Any) -> None:
-    """A default in status would make the API server write a status that nobody reported."""
+    """A default within a status would make the API server add what nobody reported."""
     if isinstance(node, dict):
         if "properties" in node:
             node.pop("default", None)
@@ -137,6 +141,7 @@ def manifests() -> dict[str, str]:
             _column("Reason", "string", ".status.conditions[?(@.type=='Attached')].reason", wide=True),
             _column("Age", "date", ".metadata.creationTimestamp"),
         ],
+        first_status={"state": State.PENDING.value},
     )
     engine = crd(
         "LoRAEngine",
