@@ -55,18 +55,29 @@ def release(kube: ChartKube, namespaces: tuple[str, ...], deployment: ObjectName
 
 def _stop(kube: ChartKube, deployment: ObjectName, patience: Patience) -> None:
     """Returns once no pod of the Deployment runs. One that is gone already has no pods that matter."""
-    try:
-        kube.scale_to_zero(deployment)
-    except KubeError as error:
-        if error.status == 404:
-            log.info("there is no Deployment %s: nothing to stop", deployment)
-            return
-        raise GaveUpError(f"Deployment {deployment} cannot be scaled to 0: {error}") from error
+    if not _scaled_to_zero(kube, deployment, patience):
+        log.info("there is no Deployment %s: nothing to stop", deployment)
+        return
     while left := _still_running(kube, deployment):
         patience.wait(
             f"the operator still runs ({left}). Where its node is lost, delete the pod with --force; uninstall again."
         )
     log.info("Deployment %s runs no longer", deployment)
+
+
+def _scaled_to_zero(kube: ChartKube, deployment: ObjectName, patience: Patience) -> bool:
+    """False where there is no such Deployment."""
+    while True:
+        try:
+            kube.scale_to_zero(deployment)
+            return True
+        except KubeError as error:
+            if error.status == 404:
+                return False
+            problem = f"Deployment {deployment} cannot be scaled to 0: {error}"
+            if error.status not in WILL_PASS:
+                raise GaveUpError(problem) from error
+        patience.wait(problem)
 
 
 def _still_running(kube: ChartKube, deployment: ObjectName) -> str:

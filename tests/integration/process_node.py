@@ -69,10 +69,10 @@ class ProcessNode:
             process.wait()
         self._api.close()
 
-    def log(self, pod: str) -> str:
-        """What the newest pod whose name starts with `pod` has said."""
-        found = sorted(self._folder.glob(f"{pod}*.log"), key=lambda path: path.stat().st_mtime)
-        return found[-1].read_text() if found else ""
+    def log(self, pods: str) -> str:
+        """What the pods whose names start with `pods` have said, the newest last."""
+        found = sorted(self._folder.glob(f"{pods}*.log"), key=lambda path: path.stat().st_mtime)
+        return "".join(path.read_text() for path in found)
 
     # ------------------------------------------------------------------ the kubelet's work
 
