@@ -45,6 +45,43 @@ def engine_spec() -> dict[str, Any]:
     }
 
 
+def test_a_drained_engine_moves_to_its_new_template(
+    node_cluster: NodeCluster, node_kube: client.ApiClient, node_namespace: str, tmp_path: Path
+) -> None:
+    """The old pod goes first, by itself, and what trained in it goes on in the new one."""
+    with staged(node_cluster, node_kube, node_namespace, tmp_path) as stage:
+        stage.start_operator(SERVICE_ADDRESSING="ClusterIP")
+        cluster = stage.cluster
+        cluster.create("loraengines", "main", engine_spec())
+        cluster.wait_reason("main", "Ready", "Serving", plural="loraengines")
+        cluster.experiment("one", max_steps=30, arguments=SLOW, backoffLimit=0)
+        cluster.wait("one", lambda o: status(o).get("progress", {}).get("step", 0) >= 2, "two steps")
+        old = cluster.core.read_namespaced_pod("main-0", node_namespace).metadata.uid
+        cluster.patch("main", {"spec": {"sampler": {"maxNumSeqs": 8}, "drain": True}}, "loraengines")
+        cluster.wait_reason("one", "Attached", "EngineDraining")
+        drained = cluster.wait_reason("main", "Drained", "Drained", plural="loraengines")
+        assert status(drained)["epoch"] == 1
+        cluster.wait(
+            "main",
+            lambda o: condition(o, "WorkloadCurrent").get("reason") == "UpToDate" and status(o)["epoch"] == 2,
+            "the new pod's engine",
+            plural="loraengines",
+            seconds=180,
+        )
+        assert cluster.core.read_namespaced_pod("main-0", node_namespace).metadata.uid != old
+        waits = cluster.get("one")
+        assert condition(waits, "Attached")["reason"] == "EngineDraining"
+        assert status(waits)["checkpoint"]["step"] >= 2
+        cluster.patch("main", {"spec": {"drain": False}}, "loraengines")
+        done = cluster.wait_state("one", "Succeeded", seconds=120)
+        assert (status(done)["progress"]["step"], status(done)["restarts"]) == (30, 0)
+        assert status(done)["engine"]["epoch"] == 2
+        cluster.delete("one")
+        cluster.wait_gone("one")
+        cluster.delete("main", "loraengines")
+        cluster.wait_gone("main", plural="loraengines")
+
+
 def clora(cluster: NodeCluster, namespace: str, *arguments: str) -> str:
     program = str(Path(sys.executable).with_name("clora"))
     command = [program, *arguments, "--kubeconfig", str(cluster.kubeconfig), "-n", namespace]
