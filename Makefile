@@ -53,6 +53,9 @@ unit: setup  ## fast tests
 test: lint  ## lint, types, unit tests, and integration tests against the real vLLM and the real API server
 	@local/test.sh
 
+e2e: setup  ## operator, charts and pods on the real API server and a real node: a part of `make test`
+	@local/test.sh e2e
+
 # ---------------------------------------------------------------- benchmarks
 
 bench-sampler: setup  ## sampler against serial, stock vLLM and no LoRA (half an hour on a quiet machine): docs/benchmarks
@@ -63,4 +66,4 @@ bench-operator: setup  ## operator with up to 400 experiments (a quarter of an h
 	$(PYTHON) -m benchmarks.operator_scale --out docs/benchmarks/operator.json
 	$(PYTHON) -m benchmarks.operator_scale render docs/benchmarks/operator.json >docs/benchmarks/operator.md
 
-.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test bench-sampler bench-operator
+.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-operator

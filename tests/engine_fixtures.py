@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ class EngineProcess:
             "trainer-threads": 1,
         } | {name.replace("_", "-"): value for name, value in flags.items()}
         self.process: subprocess.Popen[bytes] | None = None
+        self._still: list[int] = []
         self.http = httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=90
         )
@@ -111,6 +113,23 @@ class EngineProcess:
         assert self.process is not None
         self.process.kill()
         self.process.wait(30)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """All its processes stand still, until `thaw`."""
+        assert self.process is not None
+        self._still = [self.process.pid, *_descendants(self.process.pid)]
+        for pid in self._still:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.thaw()
+
+    def thaw(self) -> None:
+        for pid in self._still:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGCONT)
 
     def terminate(self) -> int:
         assert self.process is not None

@@ -4,12 +4,14 @@
         owner.json            the epoch that may write, and whose experiment it is
         rollouts/00007.jsonl  the finished groups of step 7, each logged before anything is trained on it
         steps/00007/          adapter_model.safetensors, adapter_config.json, optimizer.safetensors, manifest.json
+        steps/00008.epoch-2/  what the engine of epoch 2 prepares for the commit of step 8
         metrics.jsonl         one line a step
         result.json           written once, when the experiment has succeeded
 
 A step comes to exist at one moment: the rename of its manifest, which holds the digests of the step's files and the
-length of the metrics file. Everything that lies past it is taken back on resume. A commit by an older epoch than the
-folder's is refused, so that of two engines on one volume only the newer one writes.
+length of the metrics file. Everything that lies past it is taken back on resume. Every write by an older epoch than the
+folder's is refused (it may wake after hours in the middle of a step), so that of two engines on one volume only the
+newer one writes.
 
 Only JSON and safetensors are read; nothing is unpickled.
 """
@@ -114,21 +116,27 @@ class Journal:
     # ---------------------------------------------------------------- commits
 
     def step_folder(self, step: int) -> Path:
-        """Where the files of `step` are written before its commit; empty and ready."""
-        folder = self.folder / "steps" / f"{step:05d}"
-        if (folder / "manifest.json").exists():
-            raise CheckpointError(f"step {step} of {self.uid} is committed already")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        """Where the files of `step` are written before its commit; empty and ready, and of this epoch alone. Raises
+        StaleEpochError."""
+        folder = self._work_folder(step)
+        with self._owned():
+            if (self._step_folder(step) / "manifest.json").exists():
+                raise CheckpointError(f"step {step} of {self.uid} is committed already")
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
         return folder
 
+    def _step_folder(self, step: int) -> Path:
+        return self.folder / "steps" / f"{step:05d}"
+
+    def _work_folder(self, step: int) -> Path:
+        return self.folder / "steps" / f"{step:05d}.epoch-{self.epoch}"
+
     def append_metrics(self, values: dict[str, Any]) -> None:
-        """Adds one line and syncs it. It counts once a commit covers it."""
+        """Adds one line and syncs it. It counts once a commit covers it. Raises StaleEpochError."""
         line = json.dumps(values, allow_nan=False, sort_keys=False).encode() + b"\n"
-        with self._metrics.open("ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        with self._owned():
+            _append(self._metrics, line)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All lines, one a step."""
@@ -140,24 +148,24 @@ class Journal:
 
         Raises StaleEpochError when a newer engine has taken the folder over; nothing has come to exist then.
         """
-        folder = self.folder / "steps" / f"{step:05d}"
+        prepared, folder = self._work_folder(step), self._step_folder(step)
         files = {}
-        for path in sorted(folder.iterdir()):
-            if path.name.startswith("manifest.json"):
-                continue
+        for path in sorted(prepared.iterdir()):
             _sync(path)
             files[path.name] = _sha256(path)
-        _sync(folder)
-        manifest = Manifest(
-            step=step,
-            epoch=self.epoch,
-            files=files,
-            metrics_bytes=self._metrics.stat().st_size if self._metrics.exists() else 0,
-            position=position,
-            time=now,
-        )
-        data = msgspec.json.encode(manifest)
+        _sync(prepared)
         with self._owned():
+            manifest = Manifest(
+                step=step,
+                epoch=self.epoch,
+                files=files,
+                metrics_bytes=self._metrics.stat().st_size if self._metrics.exists() else 0,
+                position=position,
+                time=now,
+            )
+            data = msgspec.json.encode(manifest)
+            shutil.rmtree(folder, ignore_errors=True)  # of a kill between the next two lines; it has no manifest
+            prepared.rename(folder)
             _write_atomic(folder / "manifest.json", data)
         _sync(self.folder / "steps")
         return Commit(folder, manifest, hashlib.sha256(data).hexdigest())
@@ -176,7 +184,7 @@ class Journal:
             step = steps[-1]
         elif step not in steps:
             raise CheckpointError(f"{self.uid} has no committed step {step}; it has {steps or 'none'}")
-        folder = self.folder / "steps" / f"{step:05d}"
+        folder = self._step_folder(step)
         data = (folder / "manifest.json").read_bytes()
         try:
             manifest = msgspec.json.decode(data, type=Manifest)
@@ -205,46 +213,46 @@ class Journal:
                 raise CheckpointError(f"metrics.jsonl of {self.uid} is missing")
             for folder in (self.folder / "steps").iterdir():
                 if not (folder / "manifest.json").exists():
-                    shutil.rmtree(folder)
+                    shutil.rmtree(folder, ignore_errors=True)  # an engine of an older epoch may be writing there
         return commit
 
     def prune(self, keep: int) -> None:
-        """Removes commits but the first, the latest and `keep` before it, and the rollouts of steps as old."""
-        steps = self.commits()
-        for step in steps[1 : -keep - 1]:
-            folder = self.folder / "steps" / f"{step:05d}"
-            (folder / "manifest.json").unlink()  # first: a half-removed step must not look committed
-            shutil.rmtree(folder)
-        if steps:
+        """Removes commits but the first, the latest and `keep` before it, and the rollouts of steps as old. Raises
+        StaleEpochError."""
+        with self._owned():
+            steps = self.commits()
+            for step in steps[1 : -keep - 1]:
+                folder = self._step_folder(step)
+                (folder / "manifest.json").unlink()  # first: a half-removed step must not look committed
+                shutil.rmtree(folder)
             for path in (self.folder / "rollouts").glob("*.jsonl"):
-                if int(path.stem) < steps[-1] - keep:
+                if steps and int(path.stem) < steps[-1] - keep:
                     path.unlink()
 
     # ---------------------------------------------------------------- rollouts
 
     def append_group(self, step: int, group: Group) -> None:
-        """Logs a finished group of `step` and syncs it."""
-        with self._rollouts(step).open("ab") as file:
-            file.write(msgspec.json.encode(group) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Logs a finished group of `step` and syncs it. Raises StaleEpochError."""
+        with self._owned():
+            _append(self._rollouts(step), msgspec.json.encode(group) + b"\n")
 
     def read_groups(self, step: int) -> dict[int, Group]:
-        """Finished groups of `step` by index. A torn last line (a kill while it was written) is dropped."""
+        """Finished groups of `step` by index. A torn last line (a kill while it was written) is dropped. Raises
+        StaleEpochError."""
         path = self._rollouts(step)
-        if not path.exists():
-            return {}
-        data = path.read_bytes()
-        whole, _, torn = data.rpartition(b"\n")
-        if torn:
-            with path.open("r+b") as file:
-                file.truncate(len(whole) + 1 if whole else 0)
+        with self._owned():
+            data = path.read_bytes() if path.exists() else b""
+            whole, _, torn = data.rpartition(b"\n")
+            if torn:
+                with path.open("r+b") as file:
+                    file.truncate(len(whole) + 1 if whole else 0)
         groups = (msgspec.json.decode(line, type=Group) for line in whole.split(b"\n") if line)
         return {group.index: group for group in groups}
 
     def drop_groups(self, step: int) -> None:
-        """Forgets the logged groups of `step`."""
-        self._rollouts(step).unlink(missing_ok=True)
+        """Forgets the logged groups of `step`. Raises StaleEpochError."""
+        with self._owned():
+            self._rollouts(step).unlink(missing_ok=True)
 
     def _rollouts(self, step: int) -> Path:
         return self.folder / "rollouts" / f"{step:05d}.jsonl"
@@ -279,6 +287,13 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _append(path: Path, line: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write_atomic(path: Path, data: bytes) -> None:

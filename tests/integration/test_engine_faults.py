@@ -72,6 +72,36 @@ def test_kill_of_vllms_core_is_survived_within_the_epoch(own_engine: EngineProce
     assert [line["step"] for line in own_engine.metrics(uid)] == list(range(9))
 
 
+def test_an_engine_that_wakes_after_it_was_replaced_writes_nothing(own_engine: EngineProcess, tiny_model: Path) -> None:
+    """Its node was cut off, its pod force-deleted, another engine has its volume; then it goes on in mid-step."""
+    sft, rl = str(uuid.uuid4()), str(uuid.uuid4())
+    own_engine.start()
+    own_engine.put(sft, sft_spec(maxSteps=1000))
+    own_engine.put(rl, rl_spec(maxSteps=1000))
+    own_engine.wait(sft, lambda r: r.progress.step >= 3)
+    own_engine.wait(rl, lambda r: r.progress.step >= 1)
+    with own_engine.frozen():
+        successor = EngineProcess(own_engine.folder.parent / "successor", tiny_model, storage=own_engine.storage)
+        try:
+            assert successor.start().epoch == 2
+            specs = {sft: sft_spec, rl: rl_spec}
+            for uid, spec in specs.items():
+                successor.put(uid, spec(maxSteps=1000))
+                successor.wait(uid, lambda r: r.phase is Phase.RUNNING)
+            own_engine.thaw()
+            for uid, spec in specs.items():
+                stale = own_engine.wait(uid, lambda r: r.phase is Phase.FAILED)
+                assert (stale.reason, stale.epoch) == ("StaleEpoch", 1), stale
+                last = successor.report(uid).progress.step + 3
+                successor.wait(uid, lambda r, last=last: r.progress.step >= last)  # type: ignore[misc]
+                successor.put(uid, spec(maxSteps=1))  # it just finishes
+                successor.finish(uid)
+                steps = [line["step"] for line in successor.metrics(uid)]
+                assert steps == list(range(len(steps)))
+        finally:
+            successor.close()
+
+
 def test_sigterm_brings_steps_to_their_commits(own_engine: EngineProcess) -> None:
     uid = str(uuid.uuid4())
     own_engine.start()

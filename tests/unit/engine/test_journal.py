@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,16 +75,55 @@ def test_resume_takes_back_what_lies_past_the_commit(tmp_path: Path) -> None:
 
 
 def test_an_older_epoch_cannot_commit(tmp_path: Path) -> None:
+    """It was taken over while it prepared the step; what the newer one prepares for the same step is another's."""
     old = opened(tmp_path, epoch=1)
     make_step(old, 0)
-    opened(tmp_path, epoch=2)
-    folder = old.step_folder(1)
-    (folder / "adapter_model.safetensors").write_bytes(b"late")
+    (old.step_folder(1) / "adapter_model.safetensors").write_bytes(b"late")
+    new = opened(tmp_path, epoch=2)
+    (new.step_folder(1) / "adapter_model.safetensors").write_bytes(b"new")
     with pytest.raises(StaleEpochError, match="epoch 2"):
         old.commit(1, position=8, now=1.0)
     assert old.commits() == [0]
+    commit = new.commit(1, position=8, now=1.0)
+    assert (commit.folder / "adapter_model.safetensors").read_bytes() == b"new"
     with pytest.raises(StaleEpochError):
         opened(tmp_path, epoch=1)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda journal: journal.step_folder(1),
+        lambda journal: journal.append_metrics({"step": 1}),
+        lambda journal: journal.append_group(1, group(0)),
+        lambda journal: journal.read_groups(1),
+        lambda journal: journal.drop_groups(1),
+        lambda journal: journal.prune(1),
+        lambda journal: journal.write_json("result.json", b"{}"),
+        lambda journal: journal.resume(),
+        lambda journal: journal.delete(),
+    ],
+)
+def test_an_older_epoch_writes_nothing(tmp_path: Path, write: Callable[[Journal], object]) -> None:
+    old = opened(tmp_path, epoch=1)
+    make_step(old, 0)
+    opened(tmp_path, epoch=2).append_group(1, group(7))
+    before = {path: path.read_bytes() for path in old.folder.rglob("*") if path.is_file()}
+    with pytest.raises(StaleEpochError, match="belongs to epoch 2"):
+        write(old)
+    assert {path: path.read_bytes() for path in old.folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_kill_between_the_steps_folder_and_its_manifest(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    make_step(journal, 0)
+    unfinished = journal.folder / "steps" / "00001"
+    unfinished.mkdir()
+    (unfinished / "adapter_model.safetensors").write_bytes(b"killed")
+    assert journal.commits() == [0]
+    make_step(journal, 1)  # in the same epoch, or in the next
+    assert (unfinished / "adapter_model.safetensors").read_bytes() == b"weights 1"
+    assert journal.commits() == [0, 1]
 
 
 def test_a_folder_of_another_namespace_is_not_claimed(tmp_path: Path) -> None:
