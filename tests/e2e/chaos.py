@@ -1,5 +1,5 @@
-"""Makes trouble for a while, at random but from a seed: experiments come, go, pause and go on; operator, engines and
-API server are killed. Says in the end what was done."""
+"""Makes trouble for a while, at random but from a seed: experiments of three priorities come, go, pause and go on;
+engines are drained; operator, engines and API server are killed. Says in the end what was done."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from urllib3.exceptions import HTTPError
 from local.control_plane import ControlPlane
 from tests.integration.operator_fixtures import Cluster, EngineProcess, OperatorProcess
 
+PRIORITIES: dict[str, int] = {"chaos-high": 100, "chaos-middle": 10}
 NAMES = [f"run-{number}" for number in range(12)]  # few, so that names come again while their namesakes still go
 PAUSE_SECONDS = 0.4  # between two troubles, on average
 DOWN_SECONDS = 2.0  # at most
@@ -36,6 +37,7 @@ class Chaos:
             self.create: 10,
             self.delete: 4,
             self.suspend_or_resume: 5,
+            self.drain_or_not: 1,
             self.kill_operator: 1.5,
             self.kill_engine: 1.5,
             self.restart_api_server: 0.3,
@@ -64,6 +66,7 @@ class Chaos:
             engineRef=None if by_labels else chosen,
             engineSelector={"matchLabels": {"pool": "tests"}} if by_labels else None,
             deletionPolicy=rng.choice(("Retain", "Delete")),
+            priorityClassName=rng.choice((None, None, *PRIORITIES)),
         )
 
     def delete(self, rng: random.Random) -> None:
@@ -71,6 +74,9 @@ class Chaos:
 
     def suspend_or_resume(self, rng: random.Random) -> None:
         self.cluster.patch(rng.choice(NAMES), {"spec": {"suspend": rng.random() < 0.4}})
+
+    def drain_or_not(self, rng: random.Random) -> None:
+        self.cluster.patch(rng.choice(list(self.engines)), {"spec": {"drain": rng.random() < 0.4}}, "loraengines")
 
     def kill_operator(self, rng: random.Random) -> None:
         self.operator.kill()

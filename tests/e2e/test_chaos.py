@@ -12,7 +12,7 @@ from kubernetes.client.exceptions import ApiException
 
 from local.control_plane import ControlPlane
 from tests.cluster_fixtures import audit_events
-from tests.e2e.chaos import Chaos
+from tests.e2e.chaos import PRIORITIES, Chaos
 from tests.e2e.history import engine_events, status_writes, violations
 from tests.integration.operator_fixtures import staged, status, wait_for
 
@@ -28,6 +28,8 @@ def test_chaos(fresh_control_plane: ControlPlane, tmp_path: Path, request: pytes
     seconds, seed = request.config.getoption("--chaos-seconds"), request.config.getoption("--chaos-seed")
     with config.new_client_from_config(str(fresh_control_plane.kubeconfig)) as kube:
         client.CoreV1Api(kube).create_namespace({"metadata": {"name": NAMESPACE}})
+        for name, value in PRIORITIES.items():
+            client.SchedulingV1Api(kube).create_priority_class({"metadata": {"name": name}, "value": value})
         with staged(fresh_control_plane, kube, NAMESPACE, tmp_path) as stage:
             engines = {name: stage.start_engine(name, max_experiments=2) for name in ("one", "two", "three")}
             operator = stage.start_operator(RELEASE_DEADLINE_SECONDS="30")
@@ -36,6 +38,8 @@ def test_chaos(fresh_control_plane: ControlPlane, tmp_path: Path, request: pytes
             chaos.run(seconds)
             print(f"seed {seed}: {dict(chaos.done)}")
 
+            for name in engines:
+                cluster.patch(name, {"spec": {"drain": False}}, "loraengines")
             for item in listed(cluster.custom):
                 if item["spec"].get("suspend") and not item["metadata"].get("deletionTimestamp"):
                     cluster.patch(item["metadata"]["name"], {"spec": {"suspend": False}})
