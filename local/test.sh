@@ -35,9 +35,9 @@ if [ "${1:-}" = e2e ]; then
 fi
 log=$(mktemp)
 "$python" -m pytest -m "cluster and not node" >"$log" 2>&1 & beside=$!
-"$python" -m pytest -m "(integration or slow) and not (cluster or node or gpu)"
-lap "tests of the engine"
 status=0
+"$python" -m pytest -m "(integration or slow) and not (cluster or node or gpu)" || status=1
+lap "tests of the engine"
 also "tests on a control plane failed" || status=1
 cat "$log"
 rm -f "$log"

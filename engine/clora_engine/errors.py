@@ -60,3 +60,9 @@ class StaleEpochError(EngineError):
     """Another, newer engine owns the experiment's folder; nothing was written."""
 
     reason = "StaleEpoch"
+
+
+class FolderLockedError(TransientError):
+    """Another process holds the lock of an experiment's folder; nothing was written."""
+
+    reason = "FolderLocked"

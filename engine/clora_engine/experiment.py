@@ -177,8 +177,11 @@ class Experiment:
         return self._progress.step >= plan.spec.max_steps or self._good_enough(plan)
 
     def _good_enough(self, plan: Plan) -> bool:
-        rule = plan.spec.stop_when
-        return rule is not None and stop_when.is_met(rule, list(self._progress.recent))
+        """A rule that was given or loosened after the last step counts with the next one where accuracy is measured:
+        the last step is always evaluated."""
+        rule, progress = plan.spec.stop_when, self._progress
+        measured = not plan.data.held_out or "eval_accuracy" in progress.values
+        return rule is not None and measured and stop_when.is_met(rule, list(progress.recent))
 
     def _ends(self, plan: Plan) -> Callable[[Mapping[str, Any]], bool]:
         """Whether a step with the given metrics, after those that were made, is good enough."""

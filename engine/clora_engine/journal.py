@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,8 +32,11 @@ from typing import Any
 
 import msgspec
 
-from clora_engine.errors import CheckpointError, StaleEpochError, UserError
+from clora_engine.errors import CheckpointError, FolderLockedError, StaleEpochError, UserError
 from clora_engine.types import Group
+
+LOCK_SECONDS = 30.0
+LOCK_POLL_SECONDS = 0.01
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,13 +170,13 @@ class Journal:
             data = msgspec.json.encode(manifest)
             shutil.rmtree(folder, ignore_errors=True)  # of a kill between the next two lines; it has no manifest
             prepared.rename(folder)
+            _sync(self.folder / "steps")  # before there is a manifest: it must not turn up under the old name
             _write_atomic(folder / "manifest.json", data)
-        _sync(self.folder / "steps")
         return Commit(folder, manifest, hashlib.sha256(data).hexdigest())
 
     def commits(self) -> list[int]:
         """Committed steps, ascending."""
-        return sorted(int(p.parent.name) for p in (self.folder / "steps").glob("[0-9]*/manifest.json"))
+        return sorted(int(p.parent.name) for p in (self.folder / "steps").glob("*/manifest.json") if _is_step(p.parent))
 
     def read_commit(self, step: int | None = None) -> Commit | None:
         """The commit of `step`, or the latest; None if there is none. Raises CheckpointError, naming the file, when
@@ -212,7 +216,7 @@ class Journal:
             elif keep:
                 raise CheckpointError(f"metrics.jsonl of {self.uid} is missing")
             for folder in (self.folder / "steps").iterdir():
-                if not (folder / "manifest.json").exists():
+                if not _is_step(folder) or not (folder / "manifest.json").exists():
                     shutil.rmtree(folder, ignore_errors=True)  # an engine of an older epoch may be writing there
         return commit
 
@@ -282,11 +286,31 @@ def experiment_folder(storage: Path, uid: str) -> Path:
     return storage / "experiments" / uid
 
 
+def _is_step(folder: Path) -> bool:
+    """By its name: not what some epoch prepares."""
+    return folder.name.isdecimal()
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """Raises FolderLockedError when another process holds it for long: a write takes milliseconds, but its process may
+    have been stopped in the middle of one."""
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > deadline:
+                held = f"{path.parent.name} has been locked for {LOCK_SECONDS:.0f} s"
+                raise FolderLockedError(f"{held}: another engine on this volume hangs; end it")
+            time.sleep(LOCK_POLL_SECONDS)
         yield
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -45,9 +45,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def release(kube: ChartKube, namespaces: tuple[str, ...], deployment: ObjectName | None, patience: Patience) -> int:
     """How many experiments were released in `namespaces`; none given: everywhere. Raises GaveUpError, with everything
     released that could be."""
-    if deployment is not None:
-        _stop(kube, deployment, patience)
-    return sum(_release(kube, scope, patience) for scope in (namespaces or ("",)))
+    try:
+        if deployment is not None:
+            _stop(kube, deployment, patience)
+        return sum(_release(kube, scope, patience) for scope in (namespaces or ("",)))
+    except GaveUpError as error:
+        if deployment is None:
+            raise
+        back = f"kubectl scale deployment/{deployment.name} --namespace {deployment.namespace} --replicas=1"
+        raise GaveUpError(f"{error} The operator stays stopped; to keep the release: {back}") from error
 
 
 # ------------------------------------------------------------------ the operator

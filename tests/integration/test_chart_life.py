@@ -163,7 +163,9 @@ def test_an_operator_that_does_not_end_stops_the_uninstall_and_nothing_is_lost(
     tenant.core.create_namespaced_pod("fourth", pod)
     refused = charts.try_helm("uninstall", "clora", "--namespace=fourth", "--timeout=90s")
     assert refused.returncode != 0
-    assert "the operator still runs (pods lost)" in charts.node.log("clora-uninstall")
+    log = charts.node.log("clora-uninstall")
+    assert "the operator still runs (pods lost)" in log
+    assert "to keep the release: kubectl scale deployment/clora --namespace fourth --replicas=1" in log
     assert finalizers(tenant, "waits") == [FINALIZER]
     assert apps.read_namespaced_deployment("clora", "fourth").spec.replicas == 0
 

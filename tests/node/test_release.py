@@ -168,6 +168,29 @@ def test_an_experiment_trains_in_pods_and_outlives_its_engines_pod(
     assert custom.get_namespaced_custom_object(*GROUP, "loraengines", engine)["status"]["epoch"] > epoch
 
 
+def test_a_drained_node_loses_no_step(release: NodeCluster, engine: str, node_kube: client.ApiClient) -> None:
+    """`kubectl drain` takes the engine's and the operator's pods: the step is brought to its commit, and nobody is
+    there meanwhile. With the node back, it goes on where it was."""
+    core, custom = client.CoreV1Api(node_kube), client.CustomObjectsApi(node_kube)
+    created = custom.create_namespaced_custom_object(*GROUP, "loraexperiments", _experiment("drained", 5))
+    wait_until(lambda: _step(custom, "drained") >= 1, "a committed step", seconds=300)
+    (node,) = core.list_node().items
+    flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=300s")
+    _run(release, "kubectl", "drain", node.metadata.name, *flags)
+    assert not [pod for pod in core.list_namespaced_pod(TENANT).items if pod.status.phase == "Running"]
+    _run(release, "kubectl", "uncordon", node.metadata.name)
+    wait_until(
+        lambda: _conditions(custom, "loraexperiments", "drained").get("Succeeded") == "True",
+        "it to succeed",
+        seconds=600,
+    )
+    found = custom.get_namespaced_custom_object(*GROUP, "loraexperiments", "drained")["status"]
+    assert (found["progress"]["step"], found["restarts"]) == (5, 0)
+    path = f"/storage/experiments/{created['metadata']['uid']}/metrics.jsonl"
+    lines = _run(release, "kubectl", "exec", "--namespace", TENANT, "local-0", "--", "cat", path).splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(6))
+
+
 def _step(custom: client.CustomObjectsApi, name: str) -> int:
     status = custom.get_namespaced_custom_object(*GROUP, "loraexperiments", name).get("status", {})
     return int(status.get("progress", {}).get("step", 0))

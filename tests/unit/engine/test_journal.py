@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from clora_engine.errors import CheckpointError, StaleEpochError, UserError
+from clora_engine.errors import CheckpointError, FolderLockedError, StaleEpochError, UserError
 from clora_engine.journal import Journal, experiment_folder, next_epoch
 from clora_engine.types import Group, Trajectory
 
@@ -124,6 +125,32 @@ def test_a_kill_between_the_steps_folder_and_its_manifest(tmp_path: Path) -> Non
     make_step(journal, 1)  # in the same epoch, or in the next
     assert (unfinished / "adapter_model.safetensors").read_bytes() == b"weights 1"
     assert journal.commits() == [0, 1]
+
+
+def test_what_an_epoch_prepared_is_never_taken_for_a_step(tmp_path: Path) -> None:
+    """Whatever order a file system brings renames and files to the disk in, when the power goes."""
+    journal = opened(tmp_path)
+    make_step(journal, 0)
+    prepared = journal.step_folder(1)
+    (prepared / "manifest.json").write_bytes(b"{}")
+    assert journal.commits() == [0]
+    commit = opened(tmp_path, epoch=2).resume()
+    assert commit is not None
+    assert commit.manifest.step == 0
+    assert not prepared.exists()
+
+
+def test_a_lock_that_a_stopped_process_holds_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opened(tmp_path)
+    monkeypatch.setattr("clora_engine.journal.LOCK_SECONDS", 0.05)
+    with (journal.folder / ".lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(FolderLockedError, match="another engine on this volume hangs"):
+            journal.append_metrics({"step": 1})
+        assert journal.read_metrics() == []
+    journal.append_metrics({"step": 1})
 
 
 def test_a_folder_of_another_namespace_is_not_claimed(tmp_path: Path) -> None:
