@@ -95,7 +95,8 @@ class Actor:
                 outcome.answer = await self._put(action)
             case DeleteOnEngine():
                 link = self._links.get(action.engine)
-                outcome.released = link is not None and await link.delete(action.uid, action.files)
+                gone = link is not None and await link.delete(action.uid, action.files)
+                outcome.released = gone and resource.meta.deleted is not None  # else it may come back
             case CreateToken():
                 await asyncio.to_thread(self._kube.create_secret, resource.meta.namespace, _secret(resource, action))
             case ApplyWorkload():

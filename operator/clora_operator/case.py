@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 
-from clora_api.control import OCCUPYING, DesiredExperiment, ExperimentReport, RunMode, spec_digest
+from clora_api.control import OCCUPYING, DesiredExperiment, ExperimentReport, Phase, Problem, RunMode, spec_digest
 from clora_api.v1alpha1.conditions import Reason
 from clora_api.v1alpha1.experiment import ExperimentSpec
 from clora_operator.desired import desired_experiment, engine_key
 from clora_operator.experiment_status import Course
 from clora_operator.observe import ObservedExperiment
-from clora_operator.plan import Action, PutOnEngine
+from clora_operator.plan import Action, DeleteOnEngine, PutOnEngine
 from clora_operator.settings import Settings
 from clora_operator.status import Verdict
 
@@ -56,6 +56,14 @@ class Case:
         return spec_digest(self.desired)
 
     @property
+    def refusal(self) -> Problem | None:
+        """The engine's, of the spec as it is now."""
+        answer = self.o.memory.answer
+        if answer is None or not answer.invalid or self.desired is None or answer.digest != self.digest:
+            return None
+        return answer.problem
+
+    @property
     def engine_name(self) -> str:
         assert self.o.assignment is not None
         return self.o.assignment.engine or ""
@@ -78,16 +86,19 @@ def leave_slot(case: Case, reason: Reason, message: str) -> Course:
     """Of one that holds a slot: the engine finishes its step, commits and detaches it."""
     report = case.report
     assert report is not None
-    if case.desired is None:
-        gone = Verdict("False", Reason.DATA_NOT_FOUND, f"{case.o.data_missing}: the engine cannot be told to suspend")
-        return Course(accepted=gone, requeue_after=LOOK_AGAIN_SECONDS)
-    actions: tuple[Action, ...] = ()
-    if report.mode is not RunMode.SUSPEND:
-        desired = case.desired.model_copy(update={"mode": RunMode.SUSPEND})
-        actions = (PutOnEngine(engine_key(case.o), desired),)
+    leaves = report.mode is RunMode.SUSPEND or report.phase is Phase.DELETING
     return Course(
+        accepted=Verdict("False", Reason.DATA_NOT_FOUND, case.o.data_missing) if case.o.data_missing else None,
         attached=Verdict("True" if report.adapter_loaded else "False", reason, message),
         progressing=Verdict("False", reason, message),
-        actions=actions,
+        actions=() if leaves else (let_go(case),),
         requeue_after=PUT_RETRY_SECONDS,
     )
+
+
+def let_go(case: Case) -> Action:
+    """The engine commits and gives the slot back. One that cannot be told to suspend, for the spec that goes with it is
+    not known or was refused, is taken off the engine, which commits too and keeps its files."""
+    if case.desired is None or case.refusal is not None:
+        return DeleteOnEngine(engine_key(case.o), case.o.experiment.meta.uid, "Retain")
+    return PutOnEngine(engine_key(case.o), case.desired.model_copy(update={"mode": RunMode.SUSPEND}))

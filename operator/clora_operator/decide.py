@@ -40,13 +40,16 @@ def decide_experiment(o: ObservedExperiment, now: datetime, settings: Settings) 
     if o.experiment.meta.deleted is not None:
         return decide_release(o, now, settings)
     if o.experiment.finished:
-        return after_the_end(o, now)
+        return after_the_end(o, now, settings)
     if FINALIZER not in o.experiment.meta.finalizers:
         return Plan(actions=(AddFinalizer(),))
     if o.assignment is None:
         return Plan()  # placement has not seen it yet and will wake it
     case = Case(o, now, settings)
     course = next(course for question in _QUESTIONS if (course := question(case)) is not None)
+    if case.occupying and (problem := _what_is_wrong_with_its_spec(case)) is not None:
+        again = LOOK_AGAIN_SECONDS if course.requeue_after is None else course.requeue_after
+        course = replace(course, accepted=problem, requeue_after=again)
     if course.undecided:
         return Plan(wants_slot=True)
     return experiment_plan(o, course, now, settings)
@@ -84,14 +87,14 @@ def _is_it_overdue(case: Case) -> Course | None:
 def _is_it_unacceptable(case: Case) -> Course | None:
     o = case.o
     assert o.assignment is not None
-    if o.experiment.spec is None:
+    if o.experiment.spec is None and not case.occupying:
         return unaccepted(Reason.INVALID_SPEC, o.experiment.invalid)
     if o.assignment.reason in (Reason.ENGINE_NOT_FOUND, Reason.RANK_TOO_HIGH):
         return unaccepted(o.assignment.reason, o.assignment.message)
     if o.assignment.reason in NOT_LET_IN and not case.occupying:
         return unaccepted(o.assignment.reason, o.assignment.message)
     if case.occupying:
-        return _refused_change(case)  # what it runs with was accepted, whatever has happened to its sources since
+        return None  # what it runs with was accepted, whatever has happened to its spec and its sources since
     if o.priority.reason is not None:
         return unaccepted(o.priority.reason, o.priority.problem)
     if o.data_missing:
@@ -102,18 +105,20 @@ def _is_it_unacceptable(case: Case) -> Course | None:
     if o.init is not None and o.init.engine not in (None, case.engine_name):
         message = f"initFrom.experiment: its steps are on LoRAEngine {o.init.engine}, not on {case.engine_name}"
         return unaccepted(Reason.INIT_FROM_NOT_FOUND, message)
-    return _refused_change(case)
+    if (wrong := _what_is_wrong_with_its_spec(case)) is not None:
+        return replace(unaccepted(Reason.INVALID_SPEC, wrong.message), requeue_after=LOOK_AGAIN_SECONDS)
+    return None
 
 
-def _refused_change(case: Case) -> Course | None:
-    answer = case.o.memory.answer
-    if answer is None or not answer.invalid or case.desired is None or answer.digest != case.digest:
+def _what_is_wrong_with_its_spec(case: Case) -> Verdict | None:
+    """What runs with an earlier one goes on, or leaves, all the same."""
+    if case.o.experiment.spec is None:
+        return Verdict("False", Reason.INVALID_SPEC, case.o.experiment.invalid)
+    problem = case.refusal
+    if problem is None:
         return None
-    assert answer.problem is not None
-    problem = answer.problem
     where = f"{_field(problem.field)}: " if problem.field else ""
-    course = unaccepted(Reason.INVALID_SPEC, where + (problem.detail or problem.title))
-    return replace(course, requeue_after=LOOK_AGAIN_SECONDS)
+    return Verdict("False", Reason.INVALID_SPEC, where + (problem.detail or problem.title))
 
 
 def _is_its_engine_silent(case: Case) -> Course | None:
@@ -135,7 +140,8 @@ def _is_its_engine_silent(case: Case) -> Course | None:
 
 
 def _is_it_suspended(case: Case) -> Course | None:
-    if not case.spec.suspend:
+    spec = case.o.experiment.spec
+    if spec is None or not spec.suspend:
         return None
     if not case.occupying:
         return waiting(Reason.SUSPENDED, "spec.suspend is true")
@@ -236,8 +242,9 @@ def _how_is_it_attached(case: Case) -> Course:
     if not claimed or (o.init is not None and status.init_from is None):
         # Written before the engine is told: an operator that dies in between must not choose another engine.
         return replace(course, claim=True, requeue_after=0.0)
-    if case.desired is not None and (report is None or _differs(case, report, case.desired)):
-        return _put(case, case.desired, course)
+    desired = None if case.refusal is not None else case.desired
+    if desired is not None and (report is None or _differs(case, report, desired)):
+        return _put(case, desired, course)
     if report is None:
         return course
     if report.phase is Phase.RUNNING and report.adapter_loaded:
@@ -296,7 +303,8 @@ def _differs(case: Case, report: ExperimentReport, desired: DesiredExperiment) -
 
 
 def _deadline(case: Case) -> datetime | None:
-    start, seconds = case.o.experiment.status.start_time, case.spec.active_deadline_seconds
+    start, spec = case.o.experiment.status.start_time, case.o.experiment.spec
+    seconds = spec.active_deadline_seconds if spec else None
     return from_rfc3339(start) + timedelta(seconds=seconds) if start and seconds else None
 
 

@@ -11,29 +11,22 @@ from datetime import datetime, timedelta
 
 from clora_api.control import Phase, RunMode
 from clora_api.v1alpha1.conditions import ExperimentCondition
-from clora_operator.case import PUT_RETRY_SECONDS
-from clora_operator.desired import desired_experiment, engine_key
+from clora_operator.case import PUT_RETRY_SECONDS, Case, let_go
 from clora_operator.observe import ObservedExperiment
-from clora_operator.plan import Action, DeleteExperiment, DeleteOnEngine, Plan, PutOnEngine
+from clora_operator.plan import DeleteExperiment, Plan
 from clora_operator.resources import Experiment, find_condition, from_rfc3339
+from clora_operator.settings import Settings
 
 
-def after_the_end(o: ObservedExperiment, now: datetime) -> Plan:
+def after_the_end(o: ObservedExperiment, now: datetime, settings: Settings) -> Plan:
     report = o.report
     if report is not None and report.phase in (Phase.PREPARING, Phase.RUNNING) and report.mode is not RunMode.SUSPEND:
-        return Plan(actions=(_stop(o),), requeue_after=PUT_RETRY_SECONDS)
+        return Plan(actions=(let_go(Case(o, now, settings)),), requeue_after=PUT_RETRY_SECONDS)
     seconds = o.experiment.spec.ttl_seconds_after_finished if o.experiment.spec else None
     if seconds is None:
         return Plan()
     left = (_ended_at(o.experiment) + timedelta(seconds=seconds) - now).total_seconds()
     return Plan(requeue_after=left) if left > 0 else Plan(actions=(DeleteExperiment(),))
-
-
-def _stop(o: ObservedExperiment) -> Action:
-    desired = desired_experiment(o, RunMode.SUSPEND)
-    if desired is None:
-        return DeleteOnEngine(engine_key(o), o.experiment.meta.uid, "Retain")
-    return PutOnEngine(engine_key(o), desired)
 
 
 def _ended_at(experiment: Experiment) -> datetime:

@@ -307,14 +307,6 @@ def test_suspension_of_what_runs() -> None:
     assert plan.actions == ()
 
 
-def test_suspension_without_the_data_says_so() -> None:
-    told = experiment(status=running(), suspend=True, data={"configMap": {"name": "d", "key": "k"}})
-    plan = decide(told, reported=report(told), data_missing="spec.data.configMap: gone")
-    assert plan.actions == ()
-    assert said(plan, "Accepted") == ("False", "DataNotFound")
-    assert said(plan, "Attached") == ("True", "EngineConfirmed")
-
-
 def test_suspended() -> None:
     told = experiment(status=running(), suspend=True)
     plan = decide(told, reported=report(told, Phase.SUSPENDED, mode=RunMode.SUSPEND))
