@@ -25,7 +25,8 @@ class NamespaceLabels:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """One engine. max_rank: None while nobody knows; strangers: slots held by what is none of our experiments;
-    draining: it takes nobody, and who is there leaves; allowed_from, allowed_labels: its allowedNamespaces."""
+    draining: it takes nobody, and who is there leaves; wakes: it sleeps, or starts, and is there for who waits for it;
+    allowed_from, allowed_labels: its allowedNamespaces."""
 
     namespace: str
     name: str
@@ -36,6 +37,7 @@ class Room:
     strangers: int = 0
     full: bool = False
     draining: bool = False
+    wakes: bool = False
     max_per_namespace: int | None = None
     allowed_from: str = "Same"
     allowed_labels: Mapping[str, str] = field(default_factory=dict)
@@ -53,6 +55,7 @@ class Claim:
     pinned       the engine that was told of it; holds: it has a slot there already; leaving: and gives it up by itself
     attached     it had a slot when the engine was last heard of
     wants        nothing but a slot is missing
+    needs        it may run on an engine that is awake: neither suspended nor refused, though more may be missing
     priority     of its PriorityClass; preempts: it may take the slot of a lower one; preemptible: its slot may be taken
     """
 
@@ -69,6 +72,7 @@ class Claim:
     leaving: bool = False
     attached: bool = False
     wants: bool = False
+    needs: bool = False
     priority: int = 0
     preempts: bool = True
     preemptible: bool = True

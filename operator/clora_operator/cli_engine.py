@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from urllib.parse import urlsplit
 
 from clora_operator import workload
+from clora_operator.decide_sleep import asleep
 from clora_operator.kube import ENGINES, EXPERIMENTS, Kube
 from clora_operator.observer import decode_token
 from clora_operator.resources import Engine, Experiment, parse_engine, parse_experiment
@@ -38,6 +39,8 @@ class EngineAccess:
         if body is None:
             raise LookupError(f"there is no LoRAEngine {told.name} in namespace {namespace}")
         self._kube, self._engine = kube, parse_engine(body)
+        if asleep(self._engine):
+            raise LookupError(f"LoRAEngine {told.name} is asleep: an experiment that is to run on it wakes it")
         secret, key = workload.token_secret(self._engine)
         token = decode_token(kube.secret(namespace, secret), key)
         if token is None:

@@ -27,7 +27,7 @@ from clora_operator.decide_end import after_the_end
 from clora_operator.decide_release import decide_release
 from clora_operator.desired import engine_key
 from clora_operator.experiment_status import Course, End, experiment_plan
-from clora_operator.observe import ObservedExperiment
+from clora_operator.observe import ObservedExperiment, lacks_commits
 from clora_operator.plan import AddFinalizer, Plan, PutOnEngine
 from clora_operator.resources import find_condition, from_rfc3339
 from clora_operator.settings import Settings
@@ -202,6 +202,8 @@ def _does_it_wait_for_a_slot(case: Case) -> Course | None:
         if _just_asked(case):
             return Course(requeue_after=1.0, wants_slot=True, queue_position=o.experiment.status.queue_position)
         message = f"LoRAEngine {case.engine_name} is not ready"
+        if o.assignment.reason is Reason.WAITING_FOR_ENGINE:
+            message = o.assignment.message
         return replace(waiting(Reason.WAITING_FOR_ENGINE, message), wants_slot=True)
     if o.assignment.admitted:
         return None
@@ -222,8 +224,11 @@ def _just_asked(case: Case) -> bool:
 
 
 def _in_the_queue(case: Case, assignment: Assignment) -> Course:
-    """Who was preempted says so until it has a slot again."""
+    """Who was preempted says so until it has a slot again; and who cannot start, so that nobody is preempted for it."""
     assert assignment.reason is not None
+    if lacks_commits(case.o.experiment, case.o.memory):
+        message = f"the engine's storage lacked its commits when it was last asked; {assignment.message}"
+        return waiting(Reason.CHECKPOINT_UNREACHABLE, message)
     preemptor = assignment.preemptor or case.o.experiment.status.preempted_by
     if not preemptor or assignment.reason not in (Reason.QUEUED, Reason.PREEMPTED):
         return waiting(assignment.reason, assignment.message)

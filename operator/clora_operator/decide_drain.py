@@ -17,13 +17,15 @@ from clora_operator.resources import find_condition
 from clora_operator.status import Verdict
 
 
-def workload_current(o: ObservedEngine) -> Verdict | None:
+def workload_current(o: ObservedEngine, asleep: bool) -> Verdict | None:
     """Of the pod that runs, against the template that a new pod would get."""
     if o.engine.spec is None:
         return None
     if o.engine.spec.endpoint is not None:
         return Verdict("True", Reason.EXTERNAL, "somebody else runs this engine")
     stateful_set = o.stateful_set
+    if asleep and o.pod is None:
+        return Verdict("Unknown", Reason.ASLEEP, "no pod runs; the next is what the spec asks for")
     if stateful_set is None or o.pod is None:
         return Verdict("Unknown", Reason.STARTING, "there is no pod yet")
     status = stateful_set.get("status") or {}
@@ -42,14 +44,16 @@ def workload_current(o: ObservedEngine) -> Verdict | None:
     return Verdict("False", Reason.UPDATE_PENDING, message)
 
 
-def drained(o: ObservedEngine) -> Verdict | None:
+def drained(o: ObservedEngine, asleep: bool) -> Verdict | None:
     """None: nothing is to be said, or what was said last still stands."""
     before = find_condition(o.engine.status.conditions, EngineCondition.DRAINED)
     if o.engine.spec is None:
         return None
     if not o.engine.spec.drain:
         return Verdict("False", Reason.NOT_DRAINING, "spec.drain is false: it takes experiments") if before else None
-    if _never_started(o.pod):
+    if asleep:
+        return Verdict("True", Reason.DRAINED, "it is asleep, so nothing is attached")
+    if never_started(o.pod):
         return Verdict("True", Reason.DRAINED, "its pod has not started yet, so nothing is attached")
     if o.view is not None and o.view.reachable and o.view.info is not None:
         attached = max(len(o.view.occupants()), o.view.info.experiments)
@@ -79,6 +83,6 @@ def pod_to_replace(o: ObservedEngine, said: Mapping[EngineCondition, Verdict]) -
     return DeletePod(o.pod["metadata"]["name"], o.pod["metadata"]["uid"])
 
 
-def _never_started(pod: Mapping[str, Any] | None) -> bool:
+def never_started(pod: Mapping[str, Any] | None) -> bool:
     """Kubernetes calls a pod Pending until its first container runs."""
     return pod is not None and (pod.get("status") or {}).get("phase") == "Pending"

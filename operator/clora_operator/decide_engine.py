@@ -10,6 +10,7 @@ from clora_api.v1alpha1.conditions import EngineCondition, Reason
 from clora_api.v1alpha1.engine import EngineStatus
 from clora_operator import workload
 from clora_operator.decide_drain import drained, pod_to_replace, workload_current
+from clora_operator.decide_sleep import falls_or_stays_asleep, idle, seconds_until_sleep, waking
 from clora_operator.observe import ObservedEngine
 from clora_operator.plan import Action, ApplyWorkload, Connect, CreateToken, Disconnect, Event, Plan
 from clora_operator.resources import find_condition
@@ -24,11 +25,14 @@ def decide_engine(o: ObservedEngine, now: datetime, settings: Settings) -> Plan:
         return Plan()
     accepted = _accepted(o)
     endpoint = _endpoint(o, settings) if accepted.status == "True" else ""
+    unused = idle(o)
+    asleep = falls_or_stays_asleep(o, unused, now)
     verdicts = {
         EngineCondition.ACCEPTED: accepted,
-        EngineCondition.READY: _ready(o, accepted, now, settings),
-        EngineCondition.WORKLOAD_CURRENT: workload_current(o),
-        EngineCondition.DRAINED: drained(o),
+        EngineCondition.READY: _ready(o, accepted, asleep, now, settings),
+        EngineCondition.WORKLOAD_CURRENT: workload_current(o, asleep),
+        EngineCondition.DRAINED: drained(o, asleep),
+        EngineCondition.IDLE: unused,
     }
     said = {kind: verdict for kind, verdict in verdicts.items() if verdict is not None}
     status = _status(o, said, endpoint, now)
@@ -38,9 +42,9 @@ def decide_engine(o: ObservedEngine, now: datetime, settings: Settings) -> Plan:
     write = weight != "none" and delay == 0
     changed = transitions(o.engine.status.conditions, status.conditions)
     events = tuple(_event(c.type, c.status, event_of(c, warning=c.status != "True")) for c in changed)
-    waits = [_requeue(o, said, now, settings), delay or None]
+    waits = [_requeue(o, said, now, settings), seconds_until_sleep(o, unused, now), delay or None]
     return Plan(
-        actions=_actions(o, said, endpoint, settings),
+        actions=_actions(o, said, asleep, endpoint, settings),
         status=raw_new if write else None,
         events=tuple(e for e in events if e is not None) if write else (),
         requeue_after=min((w for w in waits if w is not None), default=None),
@@ -64,10 +68,13 @@ def _accepted(o: ObservedEngine) -> Verdict:
     return Verdict("True", Reason.SPEC_VALID, "the spec makes sense and what it refers to exists")
 
 
-def _ready(o: ObservedEngine, accepted: Verdict, now: datetime, settings: Settings) -> Verdict | None:
+def _ready(o: ObservedEngine, accepted: Verdict, asleep: bool, now: datetime, settings: Settings) -> Verdict | None:
     """None: within the grace of a silent engine, what was said last still stands."""
     if accepted.status != "True":
         return Verdict("False", accepted.reason, accepted.message)
+    if asleep:
+        message = "it was idle for spec.scaleDownAfterSeconds and has no pod: an experiment that may run on it wakes it"
+        return Verdict("False", Reason.ASLEEP, message)
     view = o.view
     if view is not None and view.unauthorized:
         return Verdict("False", Reason.UNAUTHORIZED, f"the engine refuses the token in Secret {o.token_secret[0]}")
@@ -77,6 +84,8 @@ def _ready(o: ObservedEngine, accepted: Verdict, now: datetime, settings: Settin
         if view.info.ready:
             return Verdict("True", Reason.SERVING, f"serves {view.info.model}")
         return Verdict("False", Reason.STARTING, "the engine answers and is not ready yet")
+    if waking(o.engine):
+        return Verdict("False", Reason.WAKING, "it was asleep, is wanted, and has not answered yet")
     before = find_condition(o.engine.status.conditions, EngineCondition.READY)
     was_ready = before is not None and before.status == "True"
     if view is None or view.down_since is None or not view.error:
@@ -103,7 +112,7 @@ def _endpoint(o: ObservedEngine, settings: Settings) -> str:
 
 
 def _actions(
-    o: ObservedEngine, said: Mapping[EngineCondition, Verdict], endpoint: str, settings: Settings
+    o: ObservedEngine, said: Mapping[EngineCondition, Verdict], asleep: bool, endpoint: str, settings: Settings
 ) -> tuple[Action, ...]:
     spec, accepted = o.engine.spec, said[EngineCondition.ACCEPTED]
     actions: list[Action] = []
@@ -111,13 +120,15 @@ def _actions(
     if spec is not None and spec.endpoint is None and (accepted.status == "True" or o.apply_error):
         if o.token is None and spec.token_secret_ref is None:
             actions.append(CreateToken(o.token_secret[0]))
-        children = workload.manifests(o.engine, settings.engine_ingress_from)
+        children = workload.manifests(o.engine, settings.engine_ingress_from, asleep=asleep)
         digest = workload.digest(children)
         if o.stateful_set is None or o.applied != digest:
             actions.append(ApplyWorkload(children, digest))
         elif (pod := pod_to_replace(o, said)) is not None:
             actions.append(pod)
-    if endpoint and o.token is not None:
+    if asleep:
+        actions.append(Disconnect())
+    elif endpoint and o.token is not None:
         actions.append(Connect(endpoint, o.token))
     elif accepted.status == "False" and accepted.reason in (Reason.ENDPOINT_IN_USE, Reason.INVALID_SPEC):
         actions.append(Disconnect())
@@ -149,11 +160,13 @@ def _requeue(
         if since is None:
             return 1.0
         return max(0.1, settings.unreachable_grace_seconds - (now - since).total_seconds())
-    return None if ready.status == "True" else LOOK_AGAIN_SECONDS
+    return None if ready.status == "True" or ready.reason == Reason.ASLEEP else LOOK_AGAIN_SECONDS
 
 
 def _event(kind: str, status: str, event: Event) -> Event | None:
-    """Accepted and WorkloadCurrent are told when they become False; Ready and Drained always."""
-    if kind == EngineCondition.DRAINED:
+    """Accepted and WorkloadCurrent are told when they become False; Ready and Drained always; Idle by what follows."""
+    if kind == EngineCondition.IDLE:
+        return None
+    if kind == EngineCondition.DRAINED or event.reason in (Reason.ASLEEP, Reason.WAKING):
         return replace(event, type="Normal")
     return event if kind == EngineCondition.READY or status == "False" else None

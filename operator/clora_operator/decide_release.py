@@ -10,8 +10,12 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from clora_api import FINALIZER
+from clora_api.v1alpha1.conditions import EngineCondition
+from clora_operator import workload
+from clora_operator.decide_sleep import wakes_on_demand, waking
 from clora_operator.observe import ObservedExperiment
 from clora_operator.plan import DeleteOnEngine, Event, Plan, RemoveFinalizer
+from clora_operator.resources import find_condition, from_rfc3339
 from clora_operator.settings import Settings
 
 ASK_AGAIN_SECONDS = 1.0
@@ -28,13 +32,16 @@ def decide_release(o: ObservedExperiment, now: datetime, settings: Settings) -> 
     view = o.view
     if o.engine is None and view is None:
         return _give_up(f"LoRAEngine {told.name} does not exist any more")
-    left = (meta.deleted + timedelta(seconds=settings.release_deadline_seconds) - now).total_seconds()
+    files = o.experiment.spec.deletion_policy if o.experiment.spec else "Retain"
+    reachable = view is not None and view.reachable
+    if files == "Retain" and not reachable and o.engine is not None and waking(o.engine):
+        return Plan(actions=(RemoveFinalizer(),))  # it has slept: nothing is attached to it, and its files stay
+    left = (_deadline(o, settings) - now).total_seconds()
     if left <= 0:
         return _give_up(
             f"LoRAEngine {told.name} did not let go of the adapter within {settings.release_deadline_seconds:g} s"
         )
     if view is not None and view.reachable:
-        files = o.experiment.spec.deletion_policy if o.experiment.spec else "Retain"
         action = DeleteOnEngine(o.experiment.engine_key(told.name), meta.uid, files)
         return Plan(actions=(action,), requeue_after=min(left, ASK_AGAIN_SECONDS))
     if o.engine is None and view is not None and view.down_since is not None:
@@ -42,6 +49,21 @@ def decide_release(o: ObservedExperiment, now: datetime, settings: Settings) -> 
         if silent >= settings.unreachable_grace_seconds:
             return _give_up(f"LoRAEngine {told.name} does not exist any more and does not answer")
     return Plan(requeue_after=min(left, ASK_AGAIN_SECONDS))
+
+
+def _deadline(o: ObservedExperiment, settings: Settings) -> datetime:
+    """Until when the engine is waited for. One that wakes has the time that its start may take, and from when it serves
+    the same as any other."""
+    deleted, engine = o.experiment.meta.deleted, o.engine
+    assert deleted is not None
+    patience = timedelta(seconds=settings.release_deadline_seconds)
+    ready = find_condition(engine.status.conditions, EngineCondition.READY) if engine is not None else None
+    if engine is None or engine.spec is None or engine.spec.scale_down_after_seconds is None or ready is None:
+        return deleted + patience
+    latest = deleted + timedelta(seconds=workload.START_SECONDS)
+    if ready.status == "True":
+        return min(max(deleted, from_rfc3339(ready.last_transition_time)), latest) + patience
+    return (latest if wakes_on_demand(engine) else deleted) + patience
 
 
 def _give_up(message: str) -> Plan:

@@ -95,6 +95,7 @@ class ObservedExperiment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedEngine:
     """rival: an older LoRAEngine with the same endpoint. token: None where the Secret or its key is missing.
+    wanted: which experiment wants it awake, "" for none, None while placement has not looked yet.
     applied: digest of the manifests that were last applied; apply_error: the API server's answer to them."""
 
     engine: Engine
@@ -105,9 +106,19 @@ class ObservedEngine:
     stateful_set: Mapping[str, Any] | None
     pod: Mapping[str, Any] | None
     service: Mapping[str, Any] | None
+    wanted: str | None
     applied: str
     apply_error: str
     last_write: datetime | None
+
+
+def lacks_commits(experiment: Experiment, memory: Memory | None) -> bool:
+    """Its engine's storage lacks its commits: what the engine said when it was last asked; to an operator that has
+    started since, what was written down then."""
+    if memory is not None and memory.answer is not None:
+        return memory.answer.without_commits
+    attached = find_condition(experiment.status.conditions, ExperimentCondition.ATTACHED)
+    return attached is not None and attached.reason == Reason.CHECKPOINT_UNREACHABLE
 
 
 def resolve_init(experiment: Experiment, source: Experiment | None) -> Init | None:

@@ -12,12 +12,14 @@ from typing import Any
 
 from clora_api.control import Phase
 from clora_api.v1alpha1.conditions import EngineCondition, ExperimentCondition, Reason
+from clora_api.v1alpha1.experiment import Condition
 from clora_operator import workload
 from clora_operator.cache import Cache
 from clora_operator.claims import Assignment, Claim, Room
+from clora_operator.decide_sleep import wakes_on_demand
 from clora_operator.kube import Kube
 from clora_operator.links import EngineView, Links
-from clora_operator.observe import Memory, ObservedEngine, ObservedExperiment, resolve_init
+from clora_operator.observe import Memory, ObservedEngine, ObservedExperiment, lacks_commits, resolve_init
 from clora_operator.priorities import NO_CLASS, PriorityClasses
 from clora_operator.resources import Engine, Experiment, Key, find_condition
 from clora_operator.tenancy import Namespaces
@@ -89,7 +91,7 @@ class Observer:
             return None, f"spec.data.configMap: ConfigMap {source.name} has no key {source.key}"
         return str(text), ""
 
-    async def engine(self, engine: Engine, memory: EngineMemory) -> ObservedEngine:
+    async def engine(self, engine: Engine, memory: EngineMemory, wanted: str | None) -> ObservedEngine:
         name, key = workload.token_secret(engine)
         namespace = engine.meta.namespace
         secret = await asyncio.to_thread(self._kube.secret, namespace, name)
@@ -107,6 +109,7 @@ class Observer:
             stateful_set=stateful_set,
             pod=pod,
             service=service,
+            wanted=wanted,
             applied=memory.applied,
             apply_error=memory.apply_error,
             last_write=memory.last_write,
@@ -143,9 +146,11 @@ def rooms(cache: Cache, links: Links, now: datetime) -> list[Room]:
         info = view.info if view else None
         accepted = find_condition(engine.status.conditions, EngineCondition.ACCEPTED)
         refused = accepted is not None and accepted.status == "False"
+        wakes = wakes_on_demand(engine) and not (view is not None and view.ready)
         max_rank = info.max_rank if info else engine.status.max_rank or None
         if max_rank is None and engine.spec is not None and engine.spec.endpoint is None:
             max_rank = engine.spec.capacity.max_rank
+        capacity = engine.spec.capacity.max_experiments if engine.spec else 0
         allowed = engine.spec.allowed_namespaces if engine.spec else None
         found.append(
             Room(
@@ -153,9 +158,10 @@ def rooms(cache: Cache, links: Links, now: datetime) -> list[Room]:
                 name=engine.meta.name,
                 labels=engine.meta.labels,
                 ready=view is not None and view.ready and not refused,
-                capacity=info.max_experiments if info else 0,
+                capacity=info.max_experiments if info else capacity if wakes else 0,
                 max_rank=max_rank,
                 strangers=len(view.occupants() - ours) if view else 0,
+                wakes=wakes and not refused,
                 draining=engine.spec is not None and engine.spec.drain,
                 max_per_namespace=engine.spec.capacity.max_per_namespace if engine.spec else None,
                 allowed_from=allowed.from_ if allowed else "Same",
@@ -198,21 +204,30 @@ def claims(
                 holds=holds,
                 leaving=over or (spec is not None and spec.suspend),
                 attached=attached is not None and attached.status != "False",
+                needs=not over and spec is not None and not spec.suspend and not _unaccepted(experiment),
                 wants=not over and memory is not None and memory.wants_slot,
                 priority=priority.value if priority else 0,
-                preempts=priority is not None and priority.preempts and not _refused(experiment),
+                preempts=priority is not None and priority.preempts and _can_start(experiment, memory),
                 preemptible=priority is not None,
             )
         )
     return found
 
 
-def _refused(experiment: Experiment) -> bool:
-    """The engine has refused this very spec: nobody makes room for it, also after a restart that has forgotten why."""
+def _can_start(experiment: Experiment, memory: Memory | None) -> bool:
+    """Nobody makes room for what the engine has refused, this very spec or for want of its commits: also after a restart
+    that has forgotten why. Such a one may have a slot that is free."""
+    accepted = _unaccepted(experiment)
+    refused = accepted is not None and accepted.reason == Reason.INVALID_SPEC
+    return not refused and not lacks_commits(experiment, memory)
+
+
+def _unaccepted(experiment: Experiment) -> Condition | None:
+    """The condition that says why this very spec cannot run, if there is one."""
     accepted = find_condition(experiment.status.conditions, ExperimentCondition.ACCEPTED)
-    if accepted is None or accepted.status != "False" or accepted.reason != Reason.INVALID_SPEC:
-        return False
-    return accepted.observed_generation == experiment.meta.generation
+    if accepted is None or accepted.status != "False":
+        return None
+    return accepted if accepted.observed_generation == experiment.meta.generation else None
 
 
 def _pinned(experiment: Experiment, view: EngineView | None, memory: Memory | None, cache: Cache) -> str | None:

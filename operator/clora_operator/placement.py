@@ -52,6 +52,9 @@ def _assign(claim: Claim, slots: Mapping[Seat, Slots]) -> Assignment:
         return Assignment(engine)
     if not chosen.room.ready:
         message = f"LoRAEngine {engine} is not ready"
+        if chosen.room.wakes:
+            chosen.admit(claim)
+            message = f"LoRAEngine {engine}, which sleeps when it is idle, is waking: it loads its model first"
         return Assignment(engine, reason=Reason.WAITING_FOR_ENGINE, message=message)
     if chosen.free_for(claim) <= 0:
         return _wait(claim, chosen)
@@ -102,11 +105,12 @@ def _candidates(claim: Claim, slots: Mapping[Seat, Slots]) -> list[Slots]:
     return [s for s in slots.values() if s.room.namespace == claim.namespace and labels <= s.room.labels.items()]
 
 
-def _preference(claim: Claim, slots: Slots) -> tuple[bool, bool, bool, int, int, str]:
-    """Least first: engines that take anybody, with room, or where room can be made, the shortest queue, the most room;
-    then by name."""
-    free, open_for_new = slots.free_for(claim), slots.room.ready and not slots.room.draining
-    return not open_for_new, free <= 0, not slots.obtainable(claim), slots.queued, -free, slots.room.name
+def _preference(claim: Claim, slots: Slots) -> tuple[bool, bool, bool, bool, int, int, str]:
+    """Least first: engines that take anybody, with room, awake ones, or where room can be made, the shortest queue, the
+    most room; then by name."""
+    free, room = slots.free_for(claim), slots.room
+    open_for_new = (room.ready or room.wakes) and not room.draining
+    return not open_for_new, free <= 0, room.wakes, not slots.obtainable(claim), slots.queued, -free, room.name
 
 
 def _not_found(claim: Claim) -> str:

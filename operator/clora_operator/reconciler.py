@@ -16,9 +16,10 @@ from datetime import datetime
 from clora_operator import metrics
 from clora_operator.act import Actor, Outcome
 from clora_operator.cache import Cache
-from clora_operator.claims import Assignment
+from clora_operator.claims import Assignment, Seat
 from clora_operator.decide import decide_experiment
 from clora_operator.decide_engine import decide_engine
+from clora_operator.demand import releases, wanted
 from clora_operator.engine_client import EngineError
 from clora_operator.kube import ENGINES, EXPERIMENTS, Kube, KubeError
 from clora_operator.links import Change, Links
@@ -50,6 +51,7 @@ class Reconciler:
         self._observer = Observer(kube, self.cache, self.links, self._priorities, clock)
         self._queue: WorkQueue[Key] = WorkQueue()
         self._assignments: dict[str, Assignment] = {}
+        self._wanted: dict[Seat, str] | None = None  # who is to be awake, and for whom; None before the first placement
         self._memories: dict[str, Memory] = {}  # of experiments, by uid
         self._engines: dict[Key, EngineMemory] = {}
         self._placement_due = asyncio.Event()
@@ -181,7 +183,8 @@ class Reconciler:
             await self._retire_unless_needed(key)
             return None
         memory = self._engines.get(key, EngineMemory())
-        observed = await self._observer.engine(engine, memory)
+        wanted_by = None if self._wanted is None else self._wanted.get((key.namespace, key.name), "")
+        observed = await self._observer.engine(engine, memory, wanted_by)
         plan = decide_engine(observed, self._clock(), self._settings)
         outcome = await self._actor.carry_out(engine, plan)
         self._engines[key] = EngineMemory(
@@ -217,7 +220,9 @@ class Reconciler:
     def _place(self) -> None:
         now = self._clock()
         seats = rooms(self.cache, self.links, now)
-        found = place(seats, claims(self.cache, self.links, self._memories, self._priorities, self._namespaces))
+        asked = claims(self.cache, self.links, self._memories, self._priorities, self._namespaces)
+        found = place(seats, asked)
+        self._want(wanted(seats, asked, found, releases(self.cache.experiments(), self._memories)))
         old, self._assignments = self._assignments, found
         for experiment in self.cache.experiments():
             uid = experiment.meta.uid
@@ -229,6 +234,14 @@ class Reconciler:
         if ends:
             wait = (min(ends) - now).total_seconds()
             asyncio.get_running_loop().call_later(wait, self._placement_due.set)
+
+    def _want(self, found: dict[Seat, str]) -> None:
+        """Engines that are wanted now and were not, or the reverse, are looked at."""
+        old, self._wanted = self._wanted, found
+        for engine in self.cache.engines():
+            seat = (engine.meta.namespace, engine.meta.name)
+            if old is None or (seat in old) != (seat in found):
+                self._queue.add(engine.key)
 
     # ------------------------------------------------------------------ resync
 

@@ -21,6 +21,7 @@ PORT = 8080
 ENGINE_LABEL = f"{GROUP}/engine"
 CONTAINER = "engine"
 GRACE_SECONDS = 120
+START_SECONDS = 3600  # what an engine may take to load its model
 # StatefulSets put the name into pod labels together with a hash, Services allow no dots and no leading digit.
 NAME_PATTERN = re.compile(r"^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$")
 _MODELS, _STORAGE, _DATA, _TOKEN, _HUB, _HOME = (
@@ -70,12 +71,12 @@ def owner(meta: Meta) -> Manifest:
     }
 
 
-def manifests(engine: Engine, ingress_from: str = "") -> tuple[Manifest, ...]:
-    """In the order in which they are to be applied. `ingress_from` is settings.IngressPeers."""
+def manifests(engine: Engine, ingress_from: str = "", *, asleep: bool = False) -> tuple[Manifest, ...]:
+    """In the order in which they are to be applied. `ingress_from` is settings.IngressPeers; asleep: without a pod."""
     spec, meta = engine.spec, engine.meta
     assert spec is not None
     assert spec.image is not None
-    children = [_service(meta), _stateful_set(meta, spec, token_secret(engine))]
+    children = [_service(meta), _stateful_set(meta, spec, token_secret(engine), replicas=0 if asleep else 1)]
     if ingress_from:
         children.insert(1, _network_policy(meta, ingress_from))
     if spec.storage.existing_claim is None:
@@ -132,7 +133,7 @@ def _claim(meta: Meta, spec: EngineSpec) -> Manifest:
     return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": body}
 
 
-def _stateful_set(meta: Meta, spec: EngineSpec, secret: tuple[str, str]) -> Manifest:
+def _stateful_set(meta: Meta, spec: EngineSpec, secret: tuple[str, str], *, replicas: int) -> Manifest:
     template = overlay(_pod_template(meta, spec, secret), spec.pod_template or {})
     template.setdefault("metadata", {}).setdefault("labels", {}).update(labels(meta.name))
     return {
@@ -141,7 +142,7 @@ def _stateful_set(meta: Meta, spec: EngineSpec, secret: tuple[str, str]) -> Mani
         "metadata": _metadata(meta, meta.name),
         "spec": {
             "serviceName": meta.name,
-            "replicas": 1,
+            "replicas": replicas,
             "updateStrategy": {"type": "OnDelete"},
             "selector": {"matchLabels": {ENGINE_LABEL: meta.name}},
             "template": template,
@@ -163,7 +164,7 @@ def _pod_template(meta: Meta, spec: EngineSpec, secret: tuple[str, str]) -> Mani
         "resources": _resources(spec),
         "volumeMounts": mounts,
         # loading a large model takes long: only an engine that has answered once can be found dead
-        "startupProbe": _probe("/healthz", period=5, failures=720),
+        "startupProbe": _probe("/healthz", period=5, failures=START_SECONDS // 5),
         "livenessProbe": _probe("/healthz", period=10, failures=6),
         "readinessProbe": _probe("/readyz", period=5, failures=2),
         "securityContext": {

@@ -182,6 +182,11 @@ def test_an_experiment_is_refused(api: Api, changes: dict[str, Any], words: str)
     [
         ({"image": None}, "give an image to run, or the endpoint of an engine that runs already"),
         ({"endpoint": "http://engine"}, "an endpoint needs tokenSecretRef"),
+        ({"scaleDownAfterSeconds": 59}, "spec.scaleDownAfterSeconds"),
+        (
+            {"endpoint": "http://engine", "tokenSecretRef": {"name": "t"}, "scaleDownAfterSeconds": 60},
+            "scaleDownAfterSeconds is for engines that clora runs",
+        ),
         ({"endpoint": "http://engine/path", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
         ({"endpoint": "file:///etc/passwd", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
         ({"capacity": {"maxRank": 17}}, "spec.capacity.maxRank"),

@@ -29,6 +29,7 @@ class EngineCondition(StrEnum):
     READY = "Ready"  # the engine answers and serves
     WORKLOAD_CURRENT = "WorkloadCurrent"  # the running pod is what the spec asks for
     DRAINED = "Drained"  # spec.drain is true and nothing is attached any more
+    IDLE = "Idle"  # no experiment wants it and nothing is attached; said with spec.scaleDownAfterSeconds
 
 
 class Reason(StrEnum):
@@ -79,6 +80,12 @@ class Reason(StrEnum):
     DRAINING = "Draining"  # experiments finish their step and commit
     DRAINED = "Drained"
     NOT_DRAINING = "NotDraining"
+    UNUSED = "Unused"  # nobody wants it
+    WANTED = "Wanted"  # an experiment may run on it, or its files there are to be deleted
+    IN_USE = "InUse"  # something is attached
+    STAYS_AWAKE = "StaysAwake"  # spec.scaleDownAfterSeconds is not set
+    ASLEEP = "Asleep"  # idle for so long that it has no pod; an experiment wakes it
+    WAKING = "Waking"  # it was asleep, is wanted, and has not answered yet
     UP_TO_DATE = "UpToDate"
     EXTERNAL = "External"  # somebody else runs the engine; clora creates no workload
 

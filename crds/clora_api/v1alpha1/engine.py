@@ -141,6 +141,10 @@ class EngineSpec(ApiModel):
             "give an image to run, or the endpoint of an engine that runs already",
         ),
         (
+            "!has(self.endpoint) || !has(self.scaleDownAfterSeconds)",
+            "scaleDownAfterSeconds is for engines that clora runs: leave it out with an endpoint",
+        ),
+        (
             "has(self.endpoint) == has(oldSelf.endpoint)",
             "an engine cannot turn from endpoint to image or back: create another",
         ),
@@ -165,6 +169,14 @@ class EngineSpec(ApiModel):
         description="Nothing new is attached; what is attached finishes its step, commits, detaches and waits (reason"
         " EngineDraining). Once condition Drained is True, a pod whose template is out of date is replaced, old one"
         " first. When it is false again, experiments go on from their commits.",
+    )
+    scale_down_after_seconds: int | None = Field(
+        None,
+        ge=60,
+        le=2592000,
+        description="After condition Idle was True for so long the engine sleeps: its pod goes, and with it the GPUs,"
+        " while its storage and token stay. An experiment that may run on it wakes it, and waits until the model is"
+        " loaded. More than a load takes is a good choice. Unset: it never sleeps.",
     )
     storage: Storage = Field(default_factory=Storage, description="Where commits live.")
     data_volumes: list[DataVolume] = Field(
@@ -195,7 +207,8 @@ class EngineStatus(StatusModel):
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,
-        description="Accepted, Ready, WorkloadCurrent, Drained (once spec.drain was true).",
+        description="Accepted, Ready, WorkloadCurrent, Drained (once spec.drain was true), Idle (with"
+        " spec.scaleDownAfterSeconds).",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     observed_generation: int = Field(0, ge=0, description="The generation of the spec that was last acted on.")

@@ -215,6 +215,7 @@ def observed_engine(of: Engine, **fields: Any) -> ObservedEngine:
         "stateful_set": None,
         "pod": None,
         "service": None,
+        "wanted": None,
         "applied": "",
         "apply_error": "",
         "last_write": None,
