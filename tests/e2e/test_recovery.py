@@ -234,6 +234,24 @@ def test_an_engine_that_answers_nonsense(stage: Stage, fault: dict[str, Any]) ->
     assert len(engine.events("attach", uid)) == 1
 
 
+def test_reports_of_another_epoch_confirm_nothing(stage: Stage) -> None:
+    """As from a proxy that has kept an answer: neither attached anew nor called attached, and nobody fails."""
+    engine = stage.start_engine()
+    stage.start_operator()
+    cluster = stage.cluster
+    uid = cluster.experiment("one", max_steps=ENDLESS, arguments=SLOW)
+    cluster.wait_state("one", "Running")
+    with misbehaving(engine, {"epoch": 7}):
+        cluster.wait("one", lambda o: condition(o, "Attached").get("status") != "True", "doubt")
+        cluster.experiment("two", max_steps=2)
+        cluster.wait("two", lambda o: bool(status(o).get("conditions")), "a word about it")
+        assert status(cluster.get("two"))["state"] != "Running"
+    cluster.wait_state("one", "Running")
+    cluster.wait_state("two", "Succeeded")
+    assert status(cluster.get("one"))["restarts"] == 0
+    assert len(engine.events("attach", uid)) == 1
+
+
 def test_an_engine_that_hangs_for_one_experiment(stage: Stage) -> None:
     """The others are served as ever."""
     engine = stage.start_engine()

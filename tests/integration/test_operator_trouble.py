@@ -288,10 +288,11 @@ def test_deletion_when_the_engines_resource_is_gone_too(stage: Stage) -> None:
     assert uid not in engine.uids()
 
 
-def test_a_namespace_can_go(stage: Stage, kube: client.ApiClient) -> None:
+@pytest.mark.parametrize("its_engine", ["up", "down", "gone"])
+def test_a_namespace_can_go(stage: Stage, kube: client.ApiClient, its_engine: str) -> None:
     """With all that is in it, at once, without a crash over the events that it refuses."""
     engine = stage.start_engine()
-    operator = stage.start_operator()
+    operator = stage.start_operator(RELEASE_DEADLINE_SECONDS="3")
     cluster = stage.cluster
     cluster.experiment("one", max_steps=ENDLESS, arguments=SLOW)
     cluster.wait_state("one", "Running")
@@ -307,9 +308,15 @@ def test_a_namespace_can_go(stage: Stage, kube: client.ApiClient) -> None:
         }
     )
     try:
+        if its_engine != "up":
+            engine.kill()
+        if its_engine == "gone":
+            cluster.delete("main", "loraengines")
+            cluster.wait_gone("main", plural="loraengines")
         cluster.core.delete_namespace(cluster.namespace)
         wait_for(lambda: not cluster.exists("one") and not cluster.exists("two"), "the experiments to be gone")
-        assert engine.uids() == set()
+        if its_engine == "up":
+            assert engine.uids() == set()
         assert "Traceback" not in operator.log.read_text()
     finally:
         rbac.delete_cluster_role_binding(cluster.namespace)
