@@ -215,8 +215,8 @@ def claims(
 
 
 def _can_start(experiment: Experiment, memory: Memory | None) -> bool:
-    """Nobody makes room for what the engine has refused, this very spec or for want of its commits: also after a restart
-    that has forgotten why. Such a one may have a slot that is free."""
+    """Nobody makes room for what the engine has refused, this very spec or for want of its commits, also after a
+    restart that has forgotten why. Such a one may have a slot that is free."""
     accepted = _unaccepted(experiment)
     refused = accepted is not None and accepted.reason == Reason.INVALID_SPEC
     return not refused and not lacks_commits(experiment, memory)
