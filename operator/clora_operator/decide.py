@@ -39,10 +39,11 @@ LONGEST_BACKOFF_SECONDS = 300.0
 def decide_experiment(o: ObservedExperiment, now: datetime, settings: Settings) -> Plan:
     if o.experiment.meta.deleted is not None:
         return decide_release(o, now, settings)
-    if o.experiment.finished:
+    over, told = o.experiment.finished, o.experiment.status.engine is not None
+    if FINALIZER not in o.experiment.meta.finalizers and (told or not over):
+        return Plan(actions=(AddFinalizer(),))  # also of one that has ended, whose finalizer an uninstall has taken
+    if over:
         return after_the_end(o, now, settings)
-    if FINALIZER not in o.experiment.meta.finalizers:
-        return Plan(actions=(AddFinalizer(),))
     if o.assignment is None:
         return Plan()  # placement has not seen it yet and will wake it
     case = Case(o, now, settings)

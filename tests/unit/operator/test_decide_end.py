@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from clora_api.control import Phase, RunMode
 from clora_operator.decide import decide_experiment
-from clora_operator.plan import DeleteExperiment, Plan, PutOnEngine
+from clora_operator.plan import AddFinalizer, DeleteExperiment, Plan, PutOnEngine
 from clora_operator.resources import Experiment, to_rfc3339
 from tests.unit.operator.factories import NOW, SETTINGS, ago, condition, experiment, observed, report, running
 
@@ -52,3 +53,13 @@ def test_an_engine_that_still_runs_it_is_stopped_first() -> None:
     assert isinstance(put, PutOnEngine)
     assert put.desired.mode is RunMode.SUSPEND
     assert decide(of, reported=report(of, Phase.RUNNING, mode=RunMode.SUSPEND)).actions == (DeleteExperiment(),)
+
+
+@pytest.mark.parametrize("ttl", [None, 0])
+def test_what_an_uninstall_has_released_is_held_again_before_it_is_deleted(ttl: int | None) -> None:
+    """Else its deletion would ask no engine, and files that are to be deleted would stay."""
+    of = ended("Succeeded", 60, ttlSecondsAfterFinished=ttl, deletionPolicy="Delete")
+    bare = replace(of, meta=replace(of.meta, finalizers=("somebody.else/s",)))
+    assert decide(bare) == Plan(actions=(AddFinalizer(),))
+    nothing_to_release = replace(bare, status=bare.status.model_copy(update={"engine": None}))
+    assert AddFinalizer() not in decide(nothing_to_release).actions
