@@ -10,8 +10,8 @@ from clora_api.v1alpha1.conditions import Reason
 
 Seat = tuple[str, str]  # namespace and name of an engine
 NOT_LET_IN = frozenset({Reason.NAMESPACE_NOT_ALLOWED, Reason.NAMESPACE_UNREADABLE})
-# Reasons for which one that holds a slot has to give it up.
-EVICTING = NOT_LET_IN | {Reason.PREEMPTED, Reason.ENGINE_DRAINING}
+# Reasons for which one that holds a slot has to give it up. That labels cannot be read says nothing against anybody.
+EVICTING = frozenset({Reason.NAMESPACE_NOT_ALLOWED, Reason.PREEMPTED, Reason.ENGINE_DRAINING})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Cluster-scoped objects that the operator looks up by name: read once, kept, read anew at each resync.
 
-An account that may not read them gets an answer of its own, for the conditions to tell. Leaves out watching: these
-objects hardly ever change, and `get` is all the right that is needed.
+An account that may not read them gets an answer of its own, for the conditions to tell; what it has read before it
+lost the right stands until the operator starts anew. Leaves out watching: these objects hardly ever change, and `get`
+is all the right that is needed.
 """
 
 from __future__ import annotations
@@ -59,6 +60,6 @@ class ClusterReads(Generic[T]):
         except KubeError as error:
             if error.status != 403:
                 raise
-            found = self._forbidden
+            found = self._known.get(name, self._forbidden)  # what was read before the right was lost still counts
         self._known[name] = found
         return found

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from clora_api.v1alpha1.conditions import Reason
-from clora_operator.claims import Assignment, Claim, Room, Seat, taken_by
+from clora_operator.claims import EVICTING, Assignment, Claim, Room, Seat, taken_by
 from clora_operator.preemption import Slots
 from clora_operator.tenancy import denial
 
@@ -25,7 +25,7 @@ def place(rooms: Iterable[Room], claims: Iterable[Claim]) -> dict[str, Assignmen
         held = slots.get((claim.engine_namespace, claim.pinned)) if claim.holds and claim.pinned else None
         if held is not None:
             refused = denial(held.room, claim)
-            held.hold(replace(claim, leaving=True) if refused is not None and refused.reason is not None else claim)
+            held.hold(replace(claim, leaving=True) if refused is not None and refused.reason in EVICTING else claim)
     return {claim.uid: _assign(claim, slots) for claim in ordered}
 
 
@@ -41,7 +41,7 @@ def _assign(claim: Claim, slots: Mapping[Seat, Slots]) -> Assignment:
     chosen = min(fitting or candidates, key=lambda s: _preference(claim, s))
     engine = chosen.room.name
     refused = denial(chosen.room, claim)
-    if refused is not None and (refused.reason is not None or not claim.holds):
+    if refused is not None and (refused.reason in EVICTING or not claim.holds):
         return Assignment(engine, reason=refused.reason, message=refused.message)
     if chosen.room.draining and (claim.holds or claim.wants):
         message = f"LoRAEngine {engine} drains: it takes experiments again when its spec.drain is false"

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 
+from clora_api.control import spec_digest
 from clora_api.v1alpha1.conditions import Reason
 from clora_operator.claims import Assignment, Claim, NamespaceLabels
 from clora_operator.decide import decide_experiment
 from clora_operator.decide_release import decide_release
 from clora_operator.desired import desired_experiment, engine_key
+from clora_operator.kube import KubeError
 from clora_operator.placement import place
 from clora_operator.plan import DeleteOnEngine, PutOnEngine
 from clora_operator.resources import Key, to_rfc3339
+from clora_operator.tenancy import namespaces as namespaces_of
 from clora_operator.tenancy import needs_labels
 from tests.unit.operator.factories import (
     NOW,
@@ -186,3 +189,47 @@ async def test_labels_are_read_only_where_they_decide() -> None:
     known = namespaces(team={"team": "a"})
     assert (await known.read("team")).labels == {"team": "a"}
     assert (await known.read("gone")).labels == {}
+
+
+# ------------------------------------------------------------------------------ labels that may not be read
+
+UNREADABLE = NamespaceLabels({}, readable=False)
+
+
+def test_labels_that_may_not_be_read_throw_nobody_out() -> None:
+    held = guest("held", 1, pinned="main", holds=True, namespace_labels=UNREADABLE)
+    new = guest("new", 2, namespace_labels=UNREADABLE)
+    found = place([room(capacity=2, **SELECTS)], [held, new])
+    assert found["held"] == Assignment("main", admitted=True)
+    assert found["new"].reason is Reason.NAMESPACE_UNREADABLE
+    told = experiment(status=running(), **ELSEWHERE)
+    unread = Assignment("main", reason=Reason.NAMESPACE_UNREADABLE, message="may not read")
+    wanted = desired_experiment(observed(told))
+    assert wanted is not None
+    runs = report(told, spec_digest=spec_digest(wanted))
+    plan = decide_experiment(observed(told, reported=runs, assignment=unread), NOW, SETTINGS)
+    assert said(plan, "Attached") == ("True", "EngineConfirmed")
+    assert plan.actions == ()
+
+
+async def test_rights_that_are_taken_away_do_not_change_what_was_read() -> None:
+    """Until they are back, or the operator starts anew."""
+
+    class Answers:
+        forbidden = False
+
+        def namespace(self, name: str) -> dict[str, Any]:
+            if self.forbidden:
+                raise KubeError(403, "forbidden")
+            return {"metadata": {"name": name, "labels": {"team": "a"}}}
+
+    server = Answers()
+    known = namespaces_of(server)  # type: ignore[arg-type]
+    await known.read("early")
+    server.forbidden = True
+    await known.refresh(["early", "late"])
+    assert known.known("early") == labelled(team="a")
+    assert known.known("late") == UNREADABLE
+    server.forbidden = False
+    await known.refresh(["early", "late"])
+    assert known.known("late") == labelled(team="a")
