@@ -81,7 +81,7 @@ def test_upgrade_rollback_uninstall_and_another_release(
     tenant.engine(engine.endpoint)
     tenant.create("loraengines", "ours", {"model": {"name": "example/model"}, "image": "clora-engine:0.1.0"})
     uid = tenant.experiment("lives", max_steps=100_000, arguments=SLOW)
-    tenant.experiment("done", max_steps=2)
+    done_uid = tenant.experiment("done", max_steps=2, deletionPolicy="Delete")
     leaver = tenant.experiment("leaves", max_steps=100_000, arguments=SLOW)
     tenant.wait_state("done", "Succeeded")
     trains_on(tenant, "lives")
@@ -115,6 +115,11 @@ def test_upgrade_rollback_uninstall_and_another_release(
     assert (again["metadata"]["uid"], status(again)["restarts"]) == (uid, 0)
     assert never_attached_twice(engine, uid)
     assert status(tenant.get("done")) == status(done), "what has ended is left alone"
+    wait_until(lambda: finalizers(tenant, "done") == [FINALIZER], "the finalizer of what has ended")
+    assert engine.has_files(done_uid)
+    tenant.delete("done")
+    tenant.wait_gone("done")
+    assert not engine.has_files(done_uid), "its files go with it, as if nobody had been uninstalled"
     assert workload(charts, tenant.namespace) == before
     charts.uninstall("second", name="two")
 
