@@ -37,6 +37,9 @@ def workload_current(o: ObservedEngine, asleep: bool) -> Verdict | None:
     pod = o.pod["metadata"]
     if pod.get("deletionTimestamp"):
         return Verdict("False", Reason.UPDATE_PENDING, f"pod {pod['name']} ends, then one of the new template starts")
+    if o.engine.spec.drain:
+        message = f"pod {pod['name']} runs an earlier template: one of the new template replaces it"
+        return Verdict("False", Reason.UPDATE_PENDING, f"{message} once the engine is drained")
     message = (
         "the pod runs an earlier template and is not restarted by itself: set spec.drain to true, so that experiments"
         f" commit first, or delete pod {pod['name']}, to move to the new one"
@@ -45,7 +48,7 @@ def workload_current(o: ObservedEngine, asleep: bool) -> Verdict | None:
 
 
 def drained(o: ObservedEngine, asleep: bool) -> Verdict | None:
-    """None: nothing is to be said, or what was said last still stands."""
+    """None: nothing is to be said."""
     before = find_condition(o.engine.status.conditions, EngineCondition.DRAINED)
     if o.engine.spec is None:
         return None
@@ -61,7 +64,8 @@ def drained(o: ObservedEngine, asleep: bool) -> Verdict | None:
             return Verdict("True", Reason.DRAINED, "nothing is attached")
         return Verdict("False", Reason.DRAINING, f"{attached} attached: they finish their step, commit and detach")
     if before is not None and before.status == "True":
-        return None  # it was, and has been told of nobody since
+        # It was, and has been told of nobody since. Said of this generation, so that one which mends it gets its pod.
+        return Verdict("True", Reason.DRAINED, before.message)
     message = "the engine does not answer: whether anything is attached is known when it does"
     if o.pod is not None:
         message += f"; deleting pod {o.pod['metadata']['name']} costs experiments at most the step that they are making"

@@ -132,3 +132,28 @@ def test_a_pod_that_ends_is_said_to_end() -> None:
     (current,) = [c for c in plan.status["conditions"] if c["type"] == "WorkloadCurrent"]
     assert current["reason"] == "UpdatePending"
     assert "main-0 ends" in current["message"]
+
+
+@pytest.mark.parametrize("of_view", [None, view(down_since=ago(60), error="refused")])
+def test_a_spec_that_is_mended_reaches_a_drained_engine_that_does_not_answer(of_view: Any) -> None:
+    """It crash-loops: with its memory raised, or another image, it would start."""
+    mended = ours(WAS, generation=2)
+    stateful_set = {"metadata": {"generation": 2}, "status": {"observedGeneration": 2, "updateRevision": NEW}}
+    known: dict[str, Any] = {"stateful_set": stateful_set, "applied": digest(manifests(mended)), "pod": pod()}
+    first = decide(mended, view=of_view, **known)
+    assert first.actions == decide(mended, view=of_view, **(known | {"pod": None})).actions, "first it is said"
+    assert first.status is not None
+    (stored,) = [c for c in first.status["conditions"] if c["type"] == "Drained"]
+    assert (stored["status"], stored["observedGeneration"]) == ("True", 2)
+    assert "Drained" not in {event.reason for event in first.events}
+    assert replaced(ours(stored, generation=2), view=of_view)
+
+
+@pytest.mark.parametrize(("drain", "words"), [(True, "once the engine is drained"), (False, "set spec.drain to true")])
+def test_what_moves_an_engine_to_its_new_template_is_said(drain: bool, words: str) -> None:
+    stateful_set = {"metadata": {"generation": 2}, "status": {"observedGeneration": 2, "updateRevision": NEW}}
+    plan = decide(ours(drain=drain), view=BUSY, pod=pod(), stateful_set=stateful_set)
+    assert said(plan, "WorkloadCurrent") == ("False", "UpdatePending")
+    assert plan.status is not None
+    (current,) = [c for c in plan.status["conditions"] if c["type"] == "WorkloadCurrent"]
+    assert words in current["message"]
