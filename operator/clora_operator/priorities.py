@@ -14,6 +14,8 @@ from clora_api.v1alpha1.conditions import Reason
 from clora_operator.cluster_reads import ClusterReads
 from clora_operator.kube import Kube
 
+HIGHEST_OF_USERS = 1_000_000_000  # Kubernetes' HighestUserDefinablePriority
+
 
 @dataclass(frozen=True, slots=True)
 class Priority:
@@ -38,7 +40,12 @@ def priority_of(name: str, body: Mapping[str, Any] | None) -> Priority:
     if body is None:
         problem = f"spec.priorityClassName: there is no PriorityClass {name}: create it, or name one that there is"
         return Priority(reason=Reason.PRIORITY_CLASS_NOT_FOUND, problem=problem)
-    return Priority(int(body.get("value", 0)), body.get("preemptionPolicy") != "Never")
+    value = int(body.get("value", 0))
+    if value > HIGHEST_OF_USERS:
+        problem = f"{name} has the value {value}, and Kubernetes keeps those above {HIGHEST_OF_USERS} for its own pods"
+        reason = Reason.PRIORITY_CLASS_NOT_ALLOWED
+        return Priority(reason=reason, problem=f"spec.priorityClassName: {problem}: name another class")
+    return Priority(value, body.get("preemptionPolicy") != "Never")
 
 
 _UNREADABLE = Priority(

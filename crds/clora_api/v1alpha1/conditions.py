@@ -46,6 +46,7 @@ class Reason(StrEnum):
     INIT_FROM_NOT_FOUND = "InitFromNotFound"
     INIT_FROM_FAILED = "InitFromFailed"
     PRIORITY_CLASS_NOT_FOUND = "PriorityClassNotFound"
+    PRIORITY_CLASS_NOT_ALLOWED = "PriorityClassNotAllowed"  # its value is above those that users may define
     PRIORITY_CLASS_UNREADABLE = "PriorityClassUnreadable"  # the operator may not read PriorityClasses
     # Attached / Progressing (experiments)
     QUEUED = "Queued"  # the engine is full

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from clora_api.v1alpha1.conditions import Reason
+from clora_operator.decide import decide_experiment
 from clora_operator.kube import KubeError
 from clora_operator.priorities import priority_of
-from tests.unit.operator.factories import priority_classes
+from tests.unit.operator.factories import NOW, SETTINGS, experiment, observed, priority_classes, said
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,21 @@ async def test_what_is_missing_is_said_with_its_remedy(classes: Any, reason: Rea
     assert (found.value, found.reason) == (0, reason)
     assert found.problem.startswith("spec.priorityClassName: ")
     assert words in found.problem
+
+
+@pytest.mark.parametrize(("value", "reserved"), [(1_000_000_000, False), (1_000_000_001, True), (2_000_001_000, True)])
+def test_kubernetes_own_classes_are_not_for_experiments(value: int, reserved: bool) -> None:
+    """Of the CRD's rules one says so of names; here it is said of values, which count."""
+    found = priority_of("system-node-critical", {"value": value})
+    if not reserved:
+        assert (found.value, found.reason) == (value, None)
+        return
+    assert (found.value, found.reason) == (0, Reason.PRIORITY_CLASS_NOT_ALLOWED)
+    assert found.problem.startswith("spec.priorityClassName: system-node-critical ")
+    plan = decide_experiment(observed(experiment(), priority=found), NOW, SETTINGS)
+    assert said(plan, "Accepted") == ("False", "PriorityClassNotAllowed")
+    assert (plan.actions, plan.wants_slot) == ((), False)
+    assert [event.reason for event in plan.events] == ["PriorityClassNotAllowed"], "told once"
 
 
 async def test_a_server_that_does_not_answer_settles_nothing() -> None:
