@@ -33,6 +33,10 @@ def _assign(claim: Claim, slots: Mapping[Seat, Slots]) -> Assignment:
     candidates = _candidates(claim, slots)
     if not candidates:
         return Assignment(claim.pinned, reason=Reason.ENGINE_NOT_FOUND, message=_not_found(claim))
+    first = candidates[0].room  # the only one, where it belongs to another namespace
+    refused = denial(first, claim)
+    if refused is not None and (refused.reason in EVICTING or not claim.holds):
+        return Assignment(first.name, reason=refused.reason, message=refused.message)
     fitting = [s for s in candidates if s.room.max_rank is None or claim.rank <= s.room.max_rank]
     if not fitting and not claim.holds:
         best = max((s.room for s in candidates), key=lambda room: room.max_rank or 0)
@@ -40,9 +44,6 @@ def _assign(claim: Claim, slots: Mapping[Seat, Slots]) -> Assignment:
         return Assignment(None, reason=Reason.RANK_TOO_HIGH, message=message)
     chosen = min(fitting or candidates, key=lambda s: _preference(claim, s))
     engine = chosen.room.name
-    refused = denial(chosen.room, claim)
-    if refused is not None and (refused.reason in EVICTING or not claim.holds):
-        return Assignment(engine, reason=refused.reason, message=refused.message)
     if chosen.room.draining and (claim.holds or claim.wants):
         message = f"LoRAEngine {engine} drains: it takes experiments again when its spec.drain is false"
         return Assignment(engine, reason=Reason.ENGINE_DRAINING, message=message)

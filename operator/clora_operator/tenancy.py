@@ -60,6 +60,5 @@ def denial(room: Room, claim: Claim) -> Denial | None:
         )
     if room.allowed_labels.items() <= known.labels.items():
         return None
-    wanted = ", ".join(f"{key}={value}" for key, value in sorted(room.allowed_labels.items()))
-    message = f"{where} takes namespaces with the labels {wanted} (its spec.allowedNamespaces):"
-    return Denial(Reason.NAMESPACE_NOT_ALLOWED, f"{message} {claim.namespace} lacks them")
+    message = f"{where} takes namespaces with labels that {claim.namespace} lacks: have {claim.namespace} let in by its"
+    return Denial(Reason.NAMESPACE_NOT_ALLOWED, f"{message} spec.allowedNamespaces")

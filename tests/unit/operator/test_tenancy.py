@@ -233,3 +233,23 @@ async def test_rights_that_are_taken_away_do_not_change_what_was_read() -> None:
     server.forbidden = False
     await known.refresh(["early", "late"])
     assert known.known("late") == labelled(team="a")
+
+
+# ------------------------------------------------------------------------------ what one who is not let in learns
+
+
+@pytest.mark.parametrize("of_room", [{}, SELECTS])
+def test_who_is_not_let_in_learns_nothing_of_the_engine_but_that(of_room: dict[str, Any]) -> None:
+    for rank in (8, 64):
+        new = guest("new", rank=rank, namespace_labels=labelled())
+        found = place([room(max_rank=32, draining=True, **of_room)], [new])["new"]
+        assert (found.engine, found.reason) == ("main", Reason.NAMESPACE_NOT_ALLOWED)
+        assert "32" not in found.message
+        assert "team=a" not in found.message
+    unread = place([room(max_rank=32, **SELECTS)], [guest("new", rank=64)])["new"]
+    assert unread == Assignment("main")
+
+
+def test_who_is_let_in_is_told_of_the_rank() -> None:
+    found = place([room(max_rank=32, allowed_from="All")], [guest("new", rank=64)])["new"]
+    assert found.reason is Reason.RANK_TOO_HIGH
