@@ -242,11 +242,14 @@ class Engine:
         if experiment.task is not None:
             await asyncio.wait([experiment.task])
         if files:
-            for path in sorted(experiment.folder.glob("*")):
-                path.unlink()
+            self.delete_files(experiment.desired.uid)
         self.log("delete", experiment)
         del self.experiments[experiment.desired.uid]
         self.news()
+
+    def delete_files(self, uid: str) -> None:
+        for path in sorted((self.storage / "experiments" / uid).glob("*")):
+            path.unlink()
 
 
 def create_app(engine: Engine, token_file: Path) -> FastAPI:
@@ -327,6 +330,8 @@ def create_app(engine: Engine, token_file: Path) -> FastAPI:
     async def delete(uid: str, response: Response, files: str = "Retain") -> ExperimentReport | None:
         experiment = engine.experiments.get(uid)
         if experiment is None:
+            if files == "Delete":  # of an earlier epoch
+                engine.delete_files(uid)
             return None
         if experiment.phase is not Phase.DELETING:
             task = asyncio.create_task(engine.delete(experiment, files == "Delete"))

@@ -16,7 +16,8 @@ from kubernetes import client
 
 from local import image
 from local.node import NodeCluster
-from tests.integration.operator_fixtures import ROOT, condition, staged, status
+from tests.integration.operator_fixtures import ROOT, Cluster, condition, staged, status, wait_for
+from tests.integration.test_operator_sleep import Sleeper
 
 pytestmark = [pytest.mark.integration, pytest.mark.node]
 
@@ -88,6 +89,63 @@ def clora(cluster: NodeCluster, namespace: str, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def stored(cluster: Cluster, claim: str) -> Path:
+    """Where the node keeps the claim's volume."""
+    volume = cluster.core.read_namespaced_persistent_volume_claim(claim, cluster.namespace).spec.volume_name
+    source = cluster.core.read_persistent_volume(volume).spec
+    return Path((source.local or source.host_path).path)
+
+
+def test_an_idle_engine_gives_its_pod_back_and_wakes(
+    node_cluster: NodeCluster, node_kube: client.ApiClient, node_namespace: str, tmp_path: Path
+) -> None:
+    """By the shortest time that there is; an experiment wakes it, and so do files that are to be deleted."""
+    with staged(node_cluster, node_kube, node_namespace, tmp_path) as stage:
+        stage.start_operator(SERVICE_ADDRESSING="ClusterIP")
+        cluster, sleeper = stage.cluster, Sleeper(stage.cluster, node_kube)
+        cluster.create("loraengines", "main", {**engine_spec(), "scaleDownAfterSeconds": 60})
+        cluster.experiment("one", max_steps=10, arguments=SLOW)
+        cluster.wait("one", lambda o: status(o).get("progress", {}).get("step", 0) >= 2, "two steps", seconds=180)
+        assert condition(cluster.get("main", "loraengines"), "Idle")["status"] == "False"
+        cluster.wait_state("one", "Succeeded")
+        cluster.wait(
+            "main",
+            lambda o: condition(o, "Ready").get("reason") == "Asleep",
+            "sleep",
+            plural="loraengines",
+            seconds=180,
+        )
+        wait_for(lambda: not cluster.core.list_namespaced_pod(node_namespace).items, "the pod to go")
+        program = str(Path(sys.executable).with_name("clora"))
+        pull = [program, "pull", "one", str(tmp_path / "adapter"), "--kubeconfig", str(node_cluster.kubeconfig)]
+        refused = subprocess.run(
+            [*pull, "-n", node_namespace], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert refused.returncode != 0
+        assert "LoRAEngine main is asleep" in refused.stderr
+
+        cluster.experiment("two", max_steps=3, deletionPolicy="Delete")
+        done = cluster.wait_state("two", "Succeeded", seconds=180)
+        assert (status(done)["engine"]["epoch"], status(done)["restarts"]) == (2, 0)
+        files = stored(cluster, "main-storage") / "experiments"
+        kept, thrown = (files / cluster.get(name)["metadata"]["uid"] for name in ("one", "two"))
+        assert [(folder / "step").read_text() for folder in (kept, thrown)] == ["10", "3"]
+
+        sleeper.fall_asleep()
+        cluster.delete("one")
+        cluster.wait_gone("one")
+        assert sleeper.replicas() == 0
+        cluster.delete("two")
+        cluster.wait_gone("two", seconds=180)
+        assert status(cluster.get("main", "loraengines"))["epoch"] == 3
+        for name in ("one", "two"):
+            assert "ReleasedWithoutEngine" not in cluster.event_reasons(name)
+        assert (kept / "step").exists()
+        assert not (thrown / "step").exists()
+        cluster.delete("main", "loraengines")
+        cluster.wait_gone("main", plural="loraengines")
 
 
 def test_an_engine_in_a_pod(
