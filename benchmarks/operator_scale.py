@@ -9,9 +9,11 @@ The operator, the API server and the engines' HTTP servers are real; training is
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     records = []
     for experiments, engines in CASES:
         with (
+            redirect_stdout(io.StringIO()),  # the operator's log
             TemporaryDirectory(prefix="clora-bench-") as folder,
             ControlPlane(Path(folder) / "control-plane", audit=True) as control_plane,
         ):

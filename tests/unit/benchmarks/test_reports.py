@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import operator_scale, sampler_table
 from benchmarks.report import Spread
 from benchmarks.roofline import Rates, Sizes, run_seconds
-from benchmarks.sampler_table import render
 
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
 SIZES = Sizes(weights=100, head=20, adapter=10, kv_per_token=1, bytes_per_value=4)
@@ -41,8 +43,10 @@ def test_a_spread_is_median_and_range() -> None:
     assert str(Spread.of([3.0, 1.0, 2.5])) == "2.50 (1.00–3.00)"
 
 
-@pytest.mark.parametrize("name", ["sampler"])
-def test_the_documented_table_is_rendered_from_its_measurements(name: str) -> None:
+@pytest.mark.parametrize(("name", "render"), [("sampler", sampler_table.render), ("operator", operator_scale.render)])
+def test_the_documented_table_is_rendered_from_its_measurements(
+    name: str, render: Callable[[dict[str, Any]], str]
+) -> None:
     document = json.loads((DOCS / f"{name}.json").read_text())
     assert render(document) + "\n" == (DOCS / f"{name}.md").read_text()
     assert not document["commit"].endswith("-dirty")
