@@ -6,9 +6,10 @@ written to events.jsonl there (one object a line: at, epoch, event, uid, step), 
 commit, leave, delete.
 
 An experiment's environment.arguments say how it behaves: stepSeconds, failAtStep, failures (how often, then it goes
-on), retryable, reason, invalidField, loadSeconds, and answerSeconds, by which the answer to a PUT comes later than its
-effect. A file faults.json in --storage says how the whole engine misbehaves as long as it is there: {"status": 500},
-{"garbage": true}, {"epoch": 1} (its reports are of that epoch), {"hang": UID} (does not answer about that experiment).
+on), retryable, reason, invalidField, unknownField (refused once the spec has it, as an engine of an earlier release
+would), loadSeconds, and answerSeconds, by which the answer to a PUT comes later than its effect. A file faults.json in
+--storage says how the whole engine misbehaves as long as it is there: {"status": 500}, {"garbage": true}, {"epoch": 1}
+(its reports are of that epoch), {"hang": UID} (does not answer about that experiment).
 """
 
 from __future__ import annotations
@@ -216,6 +217,9 @@ class Engine:
         field = desired.spec.environment.arguments.get("invalidField")
         if field:
             raise RefusalError("invalid-spec", 422, "this cannot run here", field)
+        unknown = desired.spec.environment.arguments.get("unknownField")
+        if unknown in desired.spec.model_dump(by_alias=True, exclude_none=True):
+            raise RefusalError("invalid-spec", 422, "there is no such field", unknown)
         if desired.spec.lora.rank > self.max_rank:
             raise RefusalError("invalid-spec", 422, f"rank is above {self.max_rank}", "lora.rank")
         if known is None and desired.committed_step is not None:

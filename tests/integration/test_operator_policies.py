@@ -71,6 +71,33 @@ def test_a_higher_priority_takes_the_lowest_ones_slot_and_gives_it_back(
     assert status(cluster.get("a-kept"))["state"] == "Running"
 
 
+def test_a_change_that_the_engine_refuses_keeps_no_slot(stage: Stage, priority_class: Callable[..., str]) -> None:
+    """As of an engine of an earlier release: what runs goes on, and leaves, with its last commit, when it has to."""
+    engine = stage.start_engine(max_experiments=1)
+    operator = stage.start_operator()
+    cluster = stage.cluster
+    low = cluster.experiment("low", max_steps=ENDLESS, arguments=SLOW | {"unknownField": "stopWhen"})
+    cluster.wait("low", lambda o: status(o).get("progress", {}).get("step", 0) >= 1, "a step")
+    cluster.patch("low", {"spec": {"stopWhen": {"metric": "rewardMean", "atLeast": "0.9"}}})
+    refused = cluster.wait_reason("low", "Accepted", "InvalidSpec")
+    assert condition(refused, "Accepted")["message"] == "spec.stopWhen: there is no such field"
+    assert condition(refused, "Attached")["status"] == "True"
+    operator.kill()  # it asks again, and is refused again
+    operator.start()
+    high = cluster.experiment("high", max_steps=4, arguments=SLOW, priorityClassName=priority_class("high", 1000))
+    cluster.wait_state("high", "Succeeded")
+    waits = cluster.wait_reason("low", "Attached", "InvalidSpec")
+    assert condition(waits, "Attached")["status"] == "False"
+    assert low not in engine.uids()
+    left = engine.events("leave", low)[-1]["step"]
+    assert left == engine.events("commit", low)[-1]["step"] > 0
+    cluster.patch("low", {"spec": {"stopWhen": None}})
+    cluster.wait("low", lambda o: status(o)["progress"]["step"] > left, "it to go on")
+    assert [event["step"] for event in engine.events("loaded", low)] == [0, left]
+    assert len(engine.events("attach", high)) == 1
+    assert status(cluster.get("low"))["restarts"] == 0
+
+
 def test_a_changed_priority_counts_at_once(stage: Stage, priority_class: Callable[..., str]) -> None:
     engine = stage.start_engine(max_experiments=1)
     stage.start_operator(RESYNC_SECONDS="600")
