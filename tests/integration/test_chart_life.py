@@ -156,7 +156,7 @@ def test_an_operator_that_does_not_end_stops_the_uninstall_and_nothing_is_lost(
     charts: ChartCluster, tenant: Cluster
 ) -> None:
     """As on a node that is lost: a pod of the operator's that nobody reports as ended."""
-    charts.install("fourth", "--set", "uninstall.timeoutSeconds=3")
+    charts.install("fourth", "--set", "uninstall.timeoutSeconds=20")
     tenant.experiment("waits")
     wait_until(lambda: finalizers(tenant, "waits") == [FINALIZER], "the operator's finalizer")
     apps = client.AppsV1Api(charts.api)
@@ -166,7 +166,7 @@ def test_an_operator_that_does_not_end_stops_the_uninstall_and_nothing_is_lost(
         "spec": {"containers": [{"name": "operator", "image": "never-started:1"}]},
     }
     tenant.core.create_namespaced_pod("fourth", pod)
-    refused = charts.try_helm("uninstall", "clora", "--namespace=fourth", "--timeout=90s")
+    refused = charts.try_helm("uninstall", "clora", "--namespace=fourth", "--timeout=180s")
     assert refused.returncode != 0
     log = charts.node.log("clora-uninstall")
     assert "the operator still runs (pods lost)" in log

@@ -69,7 +69,7 @@ def test_installed_tested_and_uninstalled_by_pods(
         "spec": {"nodeSelector": {"no": "such"}, "containers": [{"name": "operator", "image": image.HOST}]},
     }
     upgrade = ("upgrade", "clora", chart, "--wait", "--timeout=180s")
-    assert _helm(node_cluster, *upgrade, *_values(uninstall={"timeoutSeconds": 5})).returncode == 0
+    assert _helm(node_cluster, *upgrade, *_values(uninstall={"timeoutSeconds": 20})).returncode == 0
     tenant.core.create_namespaced_pod(SYSTEM, lost)
     refused = _helm(node_cluster, "uninstall", "clora", "--timeout=180s")
     assert refused.returncode != 0
