@@ -29,13 +29,12 @@ NEWEST = 0.3
 
 @dataclass(slots=True)
 class Progress:
-    """position: in the data. values: the last step's line of metrics; recent: the lines of the last so many steps,
-    `values` last. waited: seconds, for sampler and trainer.
-    pace, step_tokens: running means of a step's seconds and sampled tokens. published_step: what the sampler serves."""
+    """position: in the data. recent: the metrics of the last so many steps, a line each. waited: seconds, for sampler
+    and trainer. pace, step_tokens: running means of a step's seconds and sampled tokens. published_step: what the
+    sampler serves."""
 
     step: int = 0
     position: int = 0
-    values: dict[str, Any] = field(default_factory=dict)
     reward: float | None = None
     waited: float = 0.0
     pace: float | None = None
@@ -43,9 +42,14 @@ class Progress:
     published_step: int | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The last step's line of metrics."""
+        return self.recent[-1] if self.recent else {}
+
     def take(self, step: int, position: int, values: dict[str, Any]) -> None:
         """A step was made."""
-        self.step, self.position, self.values = step, position, values
+        self.step, self.position = step, position
         self.recent.append(values)
         self.reward = values.get("reward_mean", self.reward)
         self.waited += _waited(values)
@@ -56,10 +60,10 @@ class Progress:
 
     def resume(self, commit: Commit, lines: Sequence[dict[str, Any]]) -> None:
         """Goes on from a commit and the metrics of all steps up to its own."""
-        values = lines[-1] if lines else {}
-        self.step, self.position, self.values = commit.manifest.step, commit.manifest.position, values
+        self.step, self.position = commit.manifest.step, commit.manifest.position
         self.recent.clear()
         self.recent.extend(lines)
+        values = self.values
         self.waited = sum(map(_waited, lines))
         self.reward, self.pace = values.get("reward_mean"), values.get("step_seconds")
         self.step_tokens = values.get("sampled_tokens")

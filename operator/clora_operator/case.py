@@ -64,6 +64,13 @@ class Case:
         return answer.problem
 
     @property
+    def seconds_silent(self) -> float:
+        """Since its engine last answered, or since one was first looked for."""
+        view = self.o.view
+        since = (view.down_since if view else self.o.memory.silent_since) or self.now
+        return (self.now - since).total_seconds()
+
+    @property
     def engine_name(self) -> str:
         assert self.o.assignment is not None
         return self.o.assignment.engine or ""

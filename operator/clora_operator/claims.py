@@ -93,5 +93,10 @@ class Assignment:
     preemptor: str = ""
 
 
+def name_for(reader: str, namespace: str, name: str, uid: str) -> str:
+    """What people of namespace `reader` may read of an experiment: no name of another namespace."""
+    return name if namespace == reader else f"{uid} (of another namespace)"
+
+
 def taken_by(preemptor: str) -> str:
     return f"LoRAExperiment {preemptor} of a higher priority has taken its slot"

@@ -129,8 +129,7 @@ def _is_its_engine_silent(case: Case) -> Course | None:
     live = case.occupying or (before is not None and (before.status != "False" or before.reason == Reason.ATTACHING))
     if not live or (view is not None and view.reachable):
         return None
-    since = (view.down_since if view else None) or case.o.memory.silent_since or case.now
-    left = case.settings.unreachable_grace_seconds - (case.now - since).total_seconds()
+    left = case.settings.unreachable_grace_seconds - case.seconds_silent
     if left > 0:
         return Course(requeue_after=left, wants_slot=True)
     trouble = (view.error if view else "") or "no answer yet"
@@ -220,8 +219,7 @@ def _just_asked(case: Case) -> bool:
         return False
     if view is not None and (view.info is not None or view.error):
         return False
-    since = (view.down_since if view else case.o.memory.silent_since) or case.now
-    return (case.now - since).total_seconds() < case.settings.unreachable_grace_seconds
+    return case.seconds_silent < case.settings.unreachable_grace_seconds
 
 
 def _in_the_queue(case: Case, assignment: Assignment) -> Course:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from clora_api import FINALIZER
-from clora_operator.claims import Assignment, Claim, Room, Seat
+from clora_operator.claims import Assignment, Claim, Room, Seat, name_for
 from clora_operator.observe import Memory
 from clora_operator.resources import Experiment
 from clora_operator.tenancy import denial
@@ -24,7 +24,7 @@ def wanted(
     for claim in sorted(claims, key=lambda c: (c.created, c.namespace, c.name), reverse=True):
         room = known.get((claim.engine_namespace, found[claim.uid].engine or ""))
         if claim.needs and room is not None and not room.draining and denial(room, claim) is None:
-            by[room.seat] = _named(claim.namespace, claim.name, claim.uid, room.seat)
+            by[room.seat] = name_for(room.namespace, claim.namespace, claim.name, claim.uid)
     return by
 
 
@@ -38,10 +38,5 @@ def releases(experiments: Iterable[Experiment], memories: Mapping[str, Memory]) 
         memory = memories.get(meta.uid)
         if spec.deletion_policy == "Delete" and not (memory is not None and memory.released):
             seat = (experiment.engine_namespace, told.name)
-            by[seat] = _named(meta.namespace, meta.name, meta.uid, seat)
+            by[seat] = name_for(experiment.engine_namespace, meta.namespace, meta.name, meta.uid)
     return by
-
-
-def _named(namespace: str, name: str, uid: str, seat: Seat) -> str:
-    """No name of another namespace than the engine's."""
-    return name if namespace == seat[0] else f"{uid} (of another namespace)"

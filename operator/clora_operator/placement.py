@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from clora_api.v1alpha1.conditions import Reason
-from clora_operator.claims import EVICTING, Assignment, Claim, Room, Seat, taken_by
+from clora_operator.claims import EVICTING, Assignment, Claim, Room, Seat, name_for, taken_by
 from clora_operator.preemption import Slots
 from clora_operator.tenancy import denial
 
@@ -89,8 +89,7 @@ def _wait(claim: Claim, full: Slots) -> Assignment:
 
 
 def _named(other: Claim, claim: Claim) -> str:
-    """What `claim`'s people may read of another experiment: no name of another namespace."""
-    return other.name if other.namespace == claim.namespace else f"{other.uid} (of another namespace)"
+    return name_for(claim.namespace, other.namespace, other.name, other.uid)
 
 
 def _place_in_queue(full: Slots) -> str:
