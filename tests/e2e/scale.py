@@ -110,7 +110,7 @@ def _measure(
     began = time.monotonic()
     for name in names:
         cluster.delete(name)
-    wait_for(lambda: not _listed(cluster), "all to be deleted", SETTLE_SECONDS)
+    wait_for(lambda: not cluster.items(), "all to be deleted", SETTLE_SECONDS)
     deleted = time.monotonic() - began
     attaches = Counter((engine.endpoint, uid) for engine in held for uid in uids for _ in engine.events("attach", uid))
     return Figures(
@@ -148,14 +148,9 @@ def _watched(control_plane: ControlPlane, operator: OperatorProcess) -> Iterator
     )  # fmt: skip
 
 
-def _listed(cluster: Cluster) -> list[dict[str, Any]]:
-    found = cluster.custom.list_namespaced_custom_object("clora.dev", "v1alpha1", NAMESPACE, "loraexperiments")
-    return list(found["items"])
-
-
 def _wait_for_all(cluster: Cluster, state: str, number: int) -> None:
     def all_there() -> bool:
-        found = Counter(status(item).get("state") for item in _listed(cluster))
+        found = Counter(status(item).get("state") for item in cluster.items())
         return found[state] == number
 
     wait_for(all_there, f"all {number} to be {state}", SETTLE_SECONDS)
@@ -165,8 +160,7 @@ def _wait_for_engines(cluster: Cluster) -> None:
     """Until their statuses, which are written less often, know that nobody is left."""
 
     def all_empty() -> bool:
-        found = cluster.custom.list_namespaced_custom_object("clora.dev", "v1alpha1", NAMESPACE, "loraengines")
-        return all(status(item).get("experiments") == 0 for item in found["items"])
+        return all(status(item).get("experiments") == 0 for item in cluster.items("loraengines"))
 
     wait_for(all_empty, "the engines' statuses to say that they are empty", SETTLE_SECONDS)
 

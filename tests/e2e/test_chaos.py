@@ -7,59 +7,54 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kubernetes import client, config
+from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from local.control_plane import ControlPlane
 from tests.cluster_fixtures import audit_events
 from tests.e2e.chaos import PRIORITIES, Chaos
 from tests.e2e.history import engine_events, status_writes, violations
-from tests.integration.operator_fixtures import staged, status, wait_for
+from tests.integration.operator_fixtures import Stage, own_stage, status, wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
+__all__ = ["own_stage"]
 
-NAMESPACE = "team"
 SETTLE_SECONDS = 240.0
 
 
 @pytest.mark.timeout(3600)
-def test_chaos(fresh_control_plane: ControlPlane, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_chaos(
+    own_stage: Stage, fresh_control_plane: ControlPlane, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """--chaos-seconds and --chaos-seed say how long and which."""
     seconds, seed = request.config.getoption("--chaos-seconds"), request.config.getoption("--chaos-seed")
-    with config.new_client_from_config(str(fresh_control_plane.kubeconfig)) as kube:
-        client.CoreV1Api(kube).create_namespace({"metadata": {"name": NAMESPACE}})
-        for name, value in PRIORITIES.items():
-            client.SchedulingV1Api(kube).create_priority_class({"metadata": {"name": name}, "value": value})
-        with staged(fresh_control_plane, kube, NAMESPACE, tmp_path) as stage:
-            engines = {name: stage.start_engine(name, max_experiments=2) for name in ("one", "two", "three")}
-            operator = stage.start_operator(RELEASE_DEADLINE_SECONDS="30")
-            cluster = stage.cluster
-            chaos = Chaos(seed, fresh_control_plane, cluster, engines, operator)
-            chaos.run(seconds)
-            print(f"seed {seed}: {dict(chaos.done)}")
+    cluster = own_stage.cluster
+    for name, value in PRIORITIES.items():
+        scheduling = client.SchedulingV1Api(cluster.core.api_client)
+        scheduling.create_priority_class({"metadata": {"name": name}, "value": value})
+    engines = {name: own_stage.start_engine(name, max_experiments=2) for name in ("one", "two", "three")}
+    operator = own_stage.start_operator(RELEASE_DEADLINE_SECONDS="30")
+    chaos = Chaos(seed, fresh_control_plane, cluster, engines, operator)
+    chaos.run(seconds)
+    print(f"seed {seed}: {dict(chaos.done)}")
 
-            for name in engines:
-                cluster.patch(name, {"spec": {"drain": False}}, "loraengines")
-            for item in listed(cluster.custom):
-                if item["spec"].get("suspend") and not item["metadata"].get("deletionTimestamp"):
-                    cluster.patch(item["metadata"]["name"], {"spec": {"suspend": False}})
-            wait_for(lambda: all(ended(item) for item in listed(cluster.custom)), "all to end", SETTLE_SECONDS)
-            for item in listed(cluster.custom):
-                check_end(item, tmp_path)
-                forgive_missing(cluster.delete, item["metadata"]["name"])
-            wait_for(lambda: not listed(cluster.custom), "all to be deleted", SETTLE_SECONDS)
-            assert {name: engine.uids() for name, engine in engines.items()} == {name: set() for name in engines}
+    for name in engines:
+        cluster.patch(name, {"spec": {"drain": False}}, "loraengines")
+    for item in cluster.items():
+        if item["spec"].get("suspend") and not item["metadata"].get("deletionTimestamp"):
+            cluster.patch(item["metadata"]["name"], {"spec": {"suspend": False}})
+    wait_for(lambda: all(ended(item) for item in cluster.items()), "all to end", SETTLE_SECONDS)
+    for item in cluster.items():
+        check_end(item, tmp_path)
+        forgive_missing(cluster.delete, item["metadata"]["name"])
+    wait_for(lambda: not cluster.items(), "all to be deleted", SETTLE_SECONDS)
+    assert {name: engine.uids() for name, engine in engines.items()} == {name: set() for name in engines}
 
-        events = [event for name in engines for event in engine_events(name, tmp_path / name)]
-        writes = list(status_writes(audit_events(fresh_control_plane), NAMESPACE))
-        print(f"{len(events)} events of engines, {len(writes)} status writes, {len({e.uid for e in events})} uids")
-        assert violations(events, writes) == []
-        assert any(write.attached for write in writes)
-
-
-def listed(custom: client.CustomObjectsApi) -> list[dict[str, Any]]:
-    found = custom.list_namespaced_custom_object("clora.dev", "v1alpha1", NAMESPACE, "loraexperiments")
-    return list(found["items"])
+    events = [event for name in engines for event in engine_events(name, tmp_path / name)]
+    writes = list(status_writes(audit_events(fresh_control_plane), cluster.namespace))
+    print(f"{len(events)} events of engines, {len(writes)} status writes, {len({e.uid for e in events})} uids")
+    assert violations(events, writes) == []
+    assert any(write.attached for write in writes)
 
 
 def ended(item: dict[str, Any]) -> bool:

@@ -7,13 +7,11 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from kubernetes import client, config
 
 from local.control_plane import ControlPlane
 from tests.e2e.blackhole import relay
@@ -23,27 +21,18 @@ from tests.integration.operator_fixtures import (
     EngineProcess,
     Stage,
     condition,
+    own_stage,
     stage,
-    staged,
     status,
     wait_for,
 )
 
 pytestmark = pytest.mark.integration
-__all__ = ["stage"]
+__all__ = ["own_stage", "stage"]
 
 SLOW = {"stepSeconds": "0.2"}
 ENDLESS = 100_000
 FINALIZER = "clora.dev/release"
-
-
-@pytest.fixture
-def own_stage(fresh_control_plane: ControlPlane, tmp_path: Path) -> Iterator[Stage]:
-    """A stage whose control plane may be broken."""
-    with config.new_client_from_config(str(fresh_control_plane.kubeconfig)) as kube:
-        client.CoreV1Api(kube).create_namespace({"metadata": {"name": "team"}})
-        with staged(fresh_control_plane, kube, "team", tmp_path) as made:
-            yield made
 
 
 def steps(resource: dict[str, Any]) -> int:
@@ -53,7 +42,7 @@ def steps(resource: dict[str, Any]) -> int:
 # ------------------------------------------------------------------------------ the API server
 
 
-def test_watches_that_fall_silent(stage: Stage, control_plane: ControlPlane, tmp_path: Path) -> None:
+def test_watches_that_fall_silent(stage: Stage, control_plane: ControlPlane) -> None:
     """The connections stay open and say nothing: no event ever comes again. The resync sees to everything."""
     engine = stage.start_engine()
     with relay(control_plane.port) as between:

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from kubernetes import client, watch
+from kubernetes import client, config, watch
 from kubernetes.client.exceptions import ApiException
 
 from clora_api import API_VERSION, GROUP, VERSION
@@ -72,14 +72,33 @@ def answers(url: str) -> bool:
         return False
 
 
-class EngineProcess:
+class Killable:
+    """A process of a test's own, once it is started."""
+
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """As an out-of-memory kill does: no time for anything."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+class EngineProcess(Killable):
     """The simulated engine; what it commits and logs outlives a kill."""
 
     def __init__(self, folder: Path, *, max_experiments: int = 4, max_rank: int = 32) -> None:
         folder.mkdir(parents=True)
         self.storage, self._port = folder, free_port()
         self._limits = (max_experiments, max_rank)
-        self._process: subprocess.Popen[bytes] | None = None
         self._token = folder / "token"
         self.set_token(TOKEN)
         self.endpoint = f"http://127.0.0.1:{self._port}"
@@ -92,15 +111,6 @@ class EngineProcess:
         with (self.storage / "engine.log").open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         wait_for(lambda: answers(f"{self.endpoint}/healthz"), "the simulated engine to answer", START_SECONDS)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
 
     def set_token(self, token: str) -> None:
         """The only one that it accepts from now on."""
@@ -125,13 +135,12 @@ class EngineProcess:
         return any((self.storage / "experiments" / uid).glob("*"))
 
 
-class OperatorProcess:
+class OperatorProcess(Killable):
     """`clora-operator run`, as users run it."""
 
     def __init__(self, kubeconfig: Path, namespace: str, log: Path, **settings: str) -> None:
         self._kubeconfig, self.namespaces, self.log = kubeconfig, [namespace], log
         self._settings = {f"CLORA_OPERATOR_{name}": value for name, value in (QUICK | settings).items()}
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Returns once it watches."""
@@ -150,25 +159,10 @@ class OperatorProcess:
         assert code is None, f"the operator has ended with {code}"
         return True
 
-    def kill(self) -> None:
-        """As an out-of-memory kill does: no time for anything."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
     def peak_memory_bytes(self) -> int:
         """The most that it ever had resident."""
         line = next(line for line in Path(f"/proc/{self.pid}/status").read_text().splitlines() if "VmHWM" in line)
         return int(line.split()[1]) * 1024
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
 
     def stop(self) -> int:
         """SIGTERM, as kubelet does; the exit code."""
@@ -210,6 +204,9 @@ class Cluster:
         reference = {"name": f"{name}-token"}
         spec = {"model": {"name": "simulated"}, "endpoint": endpoint, "tokenSecretRef": reference}
         self.create("loraengines", name, spec, **metadata)
+
+    def items(self, plural: str = "loraexperiments") -> list[dict[str, Any]]:
+        return list(self.custom.list_namespaced_custom_object(GROUP, VERSION, self.namespace, plural)["items"])
 
     def get(self, name: str, plural: str = "loraexperiments") -> dict[str, Any]:
         return dict(self.custom.get_namespaced_custom_object(GROUP, VERSION, self.namespace, plural, name))
@@ -377,9 +374,17 @@ def stage(control_plane: ControlPlane, kube: client.ApiClient, namespace: str, t
         yield made
 
 
+@pytest.fixture
+def own_stage(fresh_control_plane: ControlPlane, tmp_path: Path) -> Iterator[Stage]:
+    """A stage whose control plane may be broken."""
+    with config.new_client_from_config(str(fresh_control_plane.kubeconfig)) as kube:
+        client.CoreV1Api(kube).create_namespace({"metadata": {"name": "team"}})
+        with staged(fresh_control_plane, kube, "team", tmp_path) as made:
+            yield made
+
+
 def release(cluster: Cluster) -> None:
     """Lets the test's namespace go when the operator is dead: no finalizer is left behind."""
-    listed = cluster.custom.list_namespaced_custom_object(GROUP, VERSION, cluster.namespace, "loraexperiments")
-    for item in listed["items"]:
+    for item in cluster.items():
         if item["metadata"].get("finalizers"):
             cluster.patch(item["metadata"]["name"], {"metadata": {"finalizers": None}})

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from kubernetes import client, config
+from kubernetes import client
 
 from local.control_plane import ControlPlane
 from tests.cluster_fixtures import writes
@@ -18,14 +17,14 @@ from tests.integration.operator_fixtures import (
     TOKEN,
     Stage,
     condition,
+    own_stage,
     stage,
-    staged,
     status,
     wait_for,
 )
 
 pytestmark = pytest.mark.integration
-__all__ = ["stage"]
+__all__ = ["own_stage", "stage"]
 
 SLOW = {"stepSeconds": "0.3"}
 ENDLESS = 100_000
@@ -215,22 +214,20 @@ def test_the_operator_ends_cleanly(stage: Stage) -> None:
     assert TOKEN not in operator.log.read_text()
 
 
-def test_the_api_server_comes_back(fresh_control_plane: ControlPlane, tmp_path: Path) -> None:
+def test_the_api_server_comes_back(own_stage: Stage, fresh_control_plane: ControlPlane) -> None:
     """Nothing is lost, nothing happens twice, and the operator needs no restart."""
-    with config.new_client_from_config(str(fresh_control_plane.kubeconfig)) as kube:
-        client.CoreV1Api(kube).create_namespace({"metadata": {"name": "team"}})
-        with staged(fresh_control_plane, kube, "team", tmp_path) as stage:
-            engine = stage.start_engine()
-            operator = stage.start_operator()
-            uid = stage.cluster.experiment("one", max_steps=10, arguments=SLOW)
-            stage.cluster.wait_state("one", "Running")
-            fresh_control_plane.restart("apiserver")
-            done = stage.cluster.wait_state("one", "Succeeded")
-            assert status(done)["progress"]["step"] == 10
-            stage.cluster.experiment("two")
-            stage.cluster.wait_state("two", "Succeeded")
-            assert len(engine.events("attach", uid)) == 1
-            assert operator.stop() == 0
+    engine = own_stage.start_engine()
+    operator = own_stage.start_operator()
+    cluster = own_stage.cluster
+    uid = cluster.experiment("one", max_steps=10, arguments=SLOW)
+    cluster.wait_state("one", "Running")
+    fresh_control_plane.restart("apiserver")
+    done = cluster.wait_state("one", "Succeeded")
+    assert status(done)["progress"]["step"] == 10
+    cluster.experiment("two")
+    cluster.wait_state("two", "Succeeded")
+    assert len(engine.events("attach", uid)) == 1
+    assert operator.stop() == 0
 
 
 def test_the_rate_of_status_writes(stage: Stage, control_plane: ControlPlane) -> None:
