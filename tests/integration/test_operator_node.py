@@ -139,7 +139,8 @@ def test_an_idle_engine_gives_its_pod_back_and_wakes(
         assert sleeper.replicas() == 0
         cluster.delete("two")
         cluster.wait_gone("two", seconds=180)
-        assert status(cluster.get("main", "loraengines"))["epoch"] == 3
+        # the engine's own status is written at its own pace, after the experiment's release
+        cluster.wait("main", lambda o: status(o)["epoch"] == 3, "the epoch of its third life", plural="loraengines")
         for name in ("one", "two"):
             assert "ReleasedWithoutEngine" not in cluster.event_reasons(name)
         assert (kept / "step").exists()
