@@ -59,6 +59,14 @@ _TRIPS = (
     Template("A train goes {B} km every hour. How many km does it go in {a} hours?", "{B}*{a}"),
     Template("A tank holds {C} litres of fuel and {n} uses {c} litres. How many litres are left?", "{C}-{c}"),
 )
+_WORKSHOP = (
+    Template("{n} saws {B} boards and then {a} more. How many boards is that?", "{B}+{a}"),
+    Template("A can holds {C} ml of paint and {n} uses {B} ml. How many ml of paint are left?", "{C}-{B}"),
+    Template("{n} fixes {a} shelves with {b} screws in each shelf. How many screws are used?", "{a}*{b}"),
+    Template("{n} sorts {D} nails into {a} jars, the same number in each. How many nails are in a jar?", "{D}/{a}"),
+    Template("One chair takes {B} minutes to paint. How many minutes do {a} chairs take?", "{B}*{a}"),
+    Template("A pipe is {C} cm long and {n} cuts off {c} cm. How many cm of pipe are left?", "{C}-{c}"),
+)
 
 _SHOP = (
     Template(
@@ -164,7 +172,7 @@ _SCHOOL = (
     ),
 )
 
-ONE_STEP = ("errands", "kitchen", "garden", "trips")
+ONE_STEP = ("errands", "kitchen", "garden", "trips", "workshop")
 TWO_STEP = ("shop", "farm", "travel", "school")
 
 FAMILIES: Mapping[str, tuple[Template, ...]] = MappingProxyType(
@@ -173,6 +181,7 @@ FAMILIES: Mapping[str, tuple[Template, ...]] = MappingProxyType(
         "kitchen": _KITCHEN,
         "garden": _GARDEN,
         "trips": _TRIPS,
+        "workshop": _WORKSHOP,
         "shop": _SHOP,
         "farm": _FARM,
         "travel": _TRAVEL,
