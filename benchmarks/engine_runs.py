@@ -31,7 +31,7 @@ class Job:
     """One experiment. `spec` is a LoRAExperiment's; it starts from the warm-up's last step."""
 
     name: str
-    spec: Mapping[str, Any]
+    spec: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from clora_engine.adapter_files import BaseShapes
+from clora_engine.busy_clock import BusyClock
 from clora_engine.errors import EngineError, SamplerRestarted, TransientError
 from clora_engine.gate import Gate, GateStats, Seat
 from clora_engine.sampler_config import SamplerConfig
@@ -63,6 +64,7 @@ class SamplerStats:
     free_slots: int
     versions: tuple[VersionStats, ...]
     gate: GateStats
+    busy_seconds: float  # in which vLLM had at least one sequence
 
 
 class Lease:
@@ -115,6 +117,7 @@ class Sampler:
         self._directories = count()
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
         self._base: BaseShapes | None = None
+        self._busy = BusyClock()
 
     # ------------------------------------------------------------------------------------------ life
 
@@ -220,8 +223,9 @@ class Sampler:
             adapter = self._versions.adapter(entry)  # the core may have been restarted since it was queued
             seconds = self.config.request_timeout_seconds * max(1.0, seat.ticket.max_tokens / TIMEOUT_TOKENS)
             try:
-                async with asyncio.timeout(seconds):
-                    output = await core.generate(prompt, params, adapter, seat.rank, seed, seat.priority)
+                with self._busy:
+                    async with asyncio.timeout(seconds):
+                        output = await core.generate(prompt, params, adapter, seat.rank, seed, seat.priority)
             except TimeoutError:
                 raise TransientError(
                     f"vLLM held a sequence for more than {seconds:g} s; it was aborted", reason="SamplerTimeout"
@@ -256,6 +260,7 @@ class Sampler:
             free_slots=self._versions.free,
             versions=self._versions.stats(),
             gate=self._gate.stats(),
+            busy_seconds=self._busy.seconds,
         )
 
     # ------------------------------------------------------------------------------------------ inside

@@ -66,6 +66,10 @@ class Supervisor:
     def sampler_stats(self) -> SamplerStats | None:
         return self._opened.sampler.stats() if self._opened else None
 
+    def trainer_busy_seconds(self) -> float:
+        """Seconds of this epoch in which the trainer ran a command."""
+        return self._opened.trainer.busy.seconds if self._opened else 0.0
+
     # ---------------------------------------------------------------- desired state
 
     async def put(self, desired: DesiredExperiment) -> ExperimentReport:

@@ -23,6 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from clora_engine import trainer_protocol as protocol
+from clora_engine.busy_clock import BusyClock
 from clora_engine.config import SLEEPING_THREADS
 from clora_engine.errors import EngineError, TrainerDied, UserError
 from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
@@ -43,7 +44,7 @@ class _Call:
 class TrainerClient:
     """Made by `start`. `died` is set when the process ended without `close`; `death` then says how.
 
-    info: what the process reported of its base model.
+    info: what the process reported of its base model. busy: the time in which a command ran.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class TrainerClient:
         self.died = asyncio.Event()
         self.death: TrainerDied | None = None
         self.info: protocol.StartInfo
+        self.busy = BusyClock()
         self._process, self._reader, self._writer = process, reader, writer
         self._queue: deque[_Call] = deque()
         self._current: _Call | None = None
@@ -178,7 +180,8 @@ class TrainerClient:
                 while self._queue and not lost.done():
                     call = self._queue.popleft()
                     if not call.future.done():
-                        await self._exchange(call)
+                        with self.busy:
+                            await self._exchange(call)
                 self._wake.clear()
                 waiting = asyncio.create_task(self._wake.wait())
                 await asyncio.wait((waiting, lost), return_when=asyncio.FIRST_COMPLETED)

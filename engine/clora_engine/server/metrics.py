@@ -26,6 +26,14 @@ class EngineCollector(Collector):
         stats = self._supervisor.sampler_stats()
         if stats is None:
             return
+        yield CounterMetricFamily(
+            "clora_engine_trainer_busy_seconds",
+            "Seconds in which the trainer ran a command.",
+            self._supervisor.trainer_busy_seconds(),
+        )
+        yield CounterMetricFamily(
+            "clora_engine_sampler_busy_seconds", "Seconds in which vLLM had a sequence.", stats.busy_seconds
+        )
         yield GaugeMetricFamily("clora_engine_sampler_up", "1 when vLLM's core is up.", float(stats.up))
         yield GaugeMetricFamily("clora_engine_sampler_generation", "Lives of vLLM's core.", stats.generation)
         yield GaugeMetricFamily("clora_engine_sampler_running", "Requests being decoded.", stats.running)

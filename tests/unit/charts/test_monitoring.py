@@ -60,7 +60,10 @@ class _Idle:
         from clora_engine.gate import GateStats
         from clora_engine.sampler import SamplerStats
 
-        return SamplerStats(1, True, 0, 0, 0, 0, 0, 0, (), GateStats(8, 0, 0, 0, 0, 0.0))
+        return SamplerStats(1, True, 0, 0, 0, 0, 0, 0, (), GateStats(8, 0, 0, 0, 0, 0.0), 0.0)
+
+    def trainer_busy_seconds(self) -> float:
+        return 0.0
 
 
 def _exported_by_engines() -> set[str]:
