@@ -11,8 +11,11 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from clora_api.v1alpha1.engine import Scheduling
+from clora_api.v1alpha1.experiment import EnvironmentName
+from clora_engine.environments.http_addresses import AllowedHost
 
 SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """Environment of sampler and trainer on a CPU, where both have all cores: their OpenMP threads (GNU's, or Intel's in
@@ -34,6 +37,9 @@ class EngineConfig:
     max_experiments: int = 8
     max_rank: int = 32
     data_volumes: dict[str, Path] = field(default_factory=dict)  # name -> folder that experiments may read
+    environments: tuple[str, ...] = ()  # that experiments may name; none: all
+    environment_hosts: tuple[str, ...] = ()  # that environment HTTP may reach
+    loopback_environments: bool = False  # whether it may reach this machine's loopback, for development
     # sampler
     sampler_gpus: int = 0  # 0: the CPU
     tensor_parallel_size: int = 1
@@ -85,6 +91,14 @@ def _volume(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
+def _host(text: str) -> str:
+    try:
+        AllowedHost.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `clora-engine serve`."""
     cores = os.cpu_count() or 2
@@ -99,6 +113,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-experiments", type=int, default=8, help="experiments attached at once")
     add("--max-rank", type=int, default=32, help="highest LoRA rank")
     add("--data-volume", type=_volume, action="append", default=[], metavar="NAME=PATH", dest="data_volumes")
+    add(
+        "--environment",
+        action="append",
+        default=[],
+        choices=get_args(EnvironmentName),
+        metavar="NAME",
+        dest="environments",
+        help="environment that experiments may use; may be repeated (default: all)",
+    )
+    add(
+        "--environment-host",
+        type=_host,
+        action="append",
+        default=[],
+        metavar="HOST[:PORT]",
+        dest="environment_hosts",
+        help="host that the environment HTTP may reach, *.suffix for all below one; may be repeated (default: none)",
+    )
+    add(
+        "--loopback-environments",
+        action="store_true",
+        help="let the environment HTTP reach this machine's own loopback, for development",
+    )
     add("--sampler-gpus", type=int, default=0, help="GPUs that sample; 0: the CPU")
     add("--tensor-parallel-size", type=int, default=1)
     add("--data-parallel-size", type=int, default=1)
@@ -125,6 +162,7 @@ def from_arguments(args: argparse.Namespace) -> EngineConfig:
     """The parsed flags as a config. Raises ValueError for flags that contradict each other."""
     values = {k: v for k, v in vars(args).items() if k in EngineConfig.__dataclass_fields__}
     values["data_volumes"] = dict(args.data_volumes)
+    values |= {"environments": tuple(args.environments), "environment_hosts": tuple(args.environment_hosts)}
     config = EngineConfig(**values)
     if config.sampler_gpus and config.tensor_parallel_size * config.data_parallel_size != config.sampler_gpus:
         raise ValueError(

@@ -7,6 +7,7 @@ Every error is a UserError that names the field.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from clora_api.v1alpha1.experiment import Estimator, ExperimentSpec, VolumePath
 from clora_engine import data, environments
 from clora_engine.chat import Renderer
 from clora_engine.config import EngineConfig
+from clora_engine.environments import http_addresses
 from clora_engine.environments.protocol import EnvironmentFactory
 from clora_engine.errors import UserError
 from clora_engine.types import AdamParams, LoraConfig, SamplingParams
@@ -84,10 +86,11 @@ class Plan:
 
 
 def build(desired: DesiredExperiment, config: EngineConfig, tokenizer: Any) -> Plan:
-    """Checks a desired experiment against this engine. Blocking: it reads data. Raises UserError."""
+    """Checks a desired experiment against this engine. Blocking: it reads data, and asks an HTTP environment to
+    describe itself. Raises UserError, or TransientError when that environment does not answer."""
     spec = desired.spec
     _check_numbers(spec, config)
-    factory = environments.create(spec.environment.name, spec.environment.arguments)
+    factory = environments.create(spec.environment.name, spec.environment.arguments, builders=_environments(config))
     renderer = Renderer(tokenizer, factory.tools)
     if spec.environment.max_turns > 1:
         renderer.check_appends()
@@ -106,6 +109,11 @@ def build(desired: DesiredExperiment, config: EngineConfig, tokenizer: Any) -> P
         ),
         init_folder=_init_folder(spec, config),
     )
+
+
+def _environments(config: EngineConfig) -> Mapping[str, environments.Builder]:
+    hosts = http_addresses.policy(config.environment_hosts, loopback=config.loopback_environments)
+    return environments.allowed(config.environments, hosts)
 
 
 def _check_numbers(spec: ExperimentSpec, config: EngineConfig) -> None:

@@ -171,6 +171,7 @@ class Training:
             max_turns=spec.environment.max_turns,
             max_context=self._services.config.max_model_len,
             concurrency=spec.environment.concurrency,
+            environment_timeout_seconds=float(spec.environment.timeout_seconds),
         )
         return Rollouts(self._services.sampler, plan.renderer, plan.factory, config)
 

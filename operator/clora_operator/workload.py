@@ -222,7 +222,11 @@ def arguments(spec: EngineSpec) -> list[str]:
     if sampler.kv_cache_memory:
         flags["kv-cache-memory"] = sampler.kv_cache_memory
     volumes = [f"--data-volume={volume.name}={_DATA}/{volume.name}" for volume in spec.data_volumes]
-    return ["serve", *(f"--{flag}={value}" for flag, value in flags.items()), *volumes]
+    environments = [
+        *(f"--environment={name}" for name in spec.environments.allowed),
+        *(f"--environment-host={host}" for host in spec.environments.allowed_hosts),
+    ]
+    return ["serve", *(f"--{flag}={value}" for flag, value in flags.items()), *volumes, *environments]
 
 
 def _volumes(meta: Meta, spec: EngineSpec, secret: tuple[str, str]) -> tuple[list[Manifest], list[Manifest]]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from clora_api.v1alpha1.base import ApiModel, LabelName, ObjectName, RelativePath, StatusModel, rules
-from clora_api.v1alpha1.experiment import Condition, LabelKey, LabelValue
+from clora_api.v1alpha1.experiment import Condition, EnvironmentName, LabelKey, LabelValue
 
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([kKMGTPE]i?|m)?$", max_length=32)]
 
@@ -121,6 +121,29 @@ class DataVolume(ApiModel):
     claim_name: ObjectName = Field(description="A PersistentVolumeClaim of the engine's namespace, mounted read-only.")
 
 
+HostPattern = Annotated[
+    str,
+    Field(pattern=r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?(:[1-9][0-9]{0,4})?$", min_length=1, max_length=253),
+]
+
+
+class Environments(ApiModel):
+    """What experiments may play in."""
+
+    allowed: list[EnvironmentName] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Environments that experiments may name; empty: all of them, HTTP only if allowedHosts names any.",
+    )
+    allowed_hosts: list[HostPattern] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Hosts that the environment HTTP may reach: grader.team.svc, with a port grader.team.svc:8000, or"
+        " all names below one, *.team.svc. The engine itself, link-local and metadata addresses and the API server are"
+        " never reached, whatever name leads there.",
+    )
+
+
 class Resources(ApiModel):
     """Requests and limits of the engine's container, besides GPUs."""
 
@@ -184,6 +207,9 @@ class EngineSpec(ApiModel):
         max_length=32,
         description="Claims that experiments may read from, by name.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    environments: Environments = Field(
+        default_factory=Environments, description="Environments, and hosts, that experiments may use."
     )
     image: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(None, description="Image of the engine.")
     resources: Resources = Field(default_factory=Resources, description="Requests and limits besides GPUs.")

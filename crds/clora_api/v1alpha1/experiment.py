@@ -150,20 +150,33 @@ class Algorithm(ApiModel):
     optimizer: Optimizer = Field(default_factory=Optimizer, description="AdamW's settings.")
 
 
+EnvironmentName = Literal["WordProblems", "GSM8K", "HTTP"]
+
+
 class Environment(ApiModel):
     """Where episodes are played."""
 
-    name: Literal["WordProblems", "GSM8K"] = Field(
+    name: EnvironmentName = Field(
         description="WordProblems: generated problems in families. GSM8K: problems with written solutions. Both offer"
         " the tools calculator and final_answer; the reward is 1 only if final_answer is called with the right answer."
+        " HTTP: a container of yours that speaks clora's protocol, at arguments.url, on one of the engine's allowed"
+        " hosts."
     )
     arguments: dict[Annotated[str, Field(min_length=1, max_length=63)], Annotated[str, Field(max_length=1024)]] = Field(
         default_factory=dict,
         max_length=16,
-        description="Arguments of the environment; WordProblems takes families, a comma-separated list.",
+        description="Arguments of the environment. WordProblems takes families, a comma-separated list; HTTP takes url,"
+        " and retries of a request that fails (0 to 5, default 2).",
     )
     max_turns: int = Field(3, ge=1, le=64, description="Turns of the model in an episode; it ends with reward 0 then.")
     concurrency: int = Field(64, ge=1, le=4096, description="Episodes of this experiment in flight at once.")
+    timeout_seconds: int = Field(
+        60,
+        ge=1,
+        le=3600,
+        description="Seconds that the environment has for one answer, with all retries; a later one ends its episode"
+        " alone.",
+    )
 
 
 class ConfigMapKey(ApiModel):

@@ -11,7 +11,7 @@ from clora_engine.environments.protocol import (
     Tool,
     ToolCall,
 )
-from clora_engine.environments.registry import BUILTIN, Builder, create
+from clora_engine.environments.registry import BUILTIN, Builder, allowed, create
 
 __all__ = [
     "BUILTIN",
@@ -25,5 +25,6 @@ __all__ = [
     "StepResult",
     "Tool",
     "ToolCall",
+    "allowed",
     "create",
 ]

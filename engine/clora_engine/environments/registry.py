@@ -1,21 +1,32 @@
 """From an experiment's `environment` (name and arguments) to a factory, with errors that name the field.
 
-The table is a plain mapping that a caller extends with the environments that need something of the engine (allowed
-hosts, a process for foreign code); nothing registers itself by being imported.
+The table is a plain mapping. `allowed` makes an engine's own: the built-in environments that it allows, and those that
+need something of the engine (the allowed hosts); nothing registers itself by being imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
-from clora_engine.environments import gsm8k, word_problems
+from clora_engine.environments import gsm8k, http, word_problems
+from clora_engine.environments.http_addresses import HostPolicy
 from clora_engine.environments.protocol import EnvironmentFactory
 from clora_engine.errors import UserError
 
 Builder = Callable[[Mapping[str, str]], EnvironmentFactory]
 
 BUILTIN: Mapping[str, Builder] = MappingProxyType({"GSM8K": gsm8k.build, "WordProblems": word_problems.build})
+
+
+def allowed(names: Sequence[str], policy: HostPolicy) -> Mapping[str, Builder]:
+    """The environments that an engine offers. `names` is its allow-list; without any, all are offered, HTTP only if
+    there are hosts that it may reach."""
+    everything: dict[str, Builder] = {**BUILTIN, "HTTP": partial(http.build, policy=policy)}
+    if not names:
+        return everything if policy.hosts else BUILTIN
+    return {name: everything[name] for name in names}
 
 
 def create(name: str, arguments: Mapping[str, str], *, builders: Mapping[str, Builder] = BUILTIN) -> EnvironmentFactory:
@@ -28,9 +39,9 @@ def create(name: str, arguments: Mapping[str, str], *, builders: Mapping[str, Bu
         wrong.
     """
     if name not in builders:
-        allowed = ", ".join(sorted(builders)) or "none"
+        offered = ", ".join(sorted(builders)) or "none"
         raise UserError(
-            f"environment {name!r} is not one of this engine's environments; allowed: {allowed}",
+            f"environment {name!r} is not one of this engine's environments; allowed: {offered}",
             reason="UnknownEnvironment",
             field="environment.name",
         )

@@ -47,7 +47,25 @@ def test_data_volumes_by_name() -> None:
     assert config.data_volumes == {"a": Path("/x"), "b": Path("/y")}
 
 
-@pytest.mark.parametrize("flag", ["--data-volume=a", "--data-volume=a=relative", "--kv-cache-memory=4 GB"])
+def test_environments_and_their_hosts() -> None:
+    assert parse().environments == parse().environment_hosts == ()
+    config = parse("--environment=GSM8K", "--environment=HTTP", "--environment-host=a.svc:80", "--environment-host=*.b")
+    assert config.environments == ("GSM8K", "HTTP")
+    assert config.environment_hosts == ("a.svc:80", "*.b")
+    assert not config.loopback_environments
+    assert parse("--loopback-environments").loopback_environments
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--environment=Chess",
+        "--environment-host=http://a",
+        "--data-volume=a",
+        "--data-volume=a=relative",
+        "--kv-cache-memory=4 GB",
+    ],
+)
 def test_bad_flags_end_with_two(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(flag)

@@ -77,13 +77,19 @@ def test_every_flag_is_one_of_the_engines() -> None:
 
     from clora_engine.config import add_arguments, from_arguments
 
-    of = ours(dataVolumes=[{"name": "sets", "claimName": "c"}], sampler={"kvCacheMemory": "4Gi"})
+    of = ours(
+        dataVolumes=[{"name": "sets", "claimName": "c"}],
+        sampler={"kvCacheMemory": "4Gi"},
+        environments={"allowed": ["GSM8K", "HTTP"], "allowedHosts": ["*.team.svc", "a.svc:8000"]},
+    )
     assert of.spec is not None
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     config = from_arguments(parser.parse_args(arguments(of.spec)[1:]))
     assert str(config.data_volumes["sets"]) == "/data/sets"
     assert config.kv_cache_bytes == 4 << 30
+    assert config.environments == ("GSM8K", "HTTP")
+    assert config.environment_hosts == ("*.team.svc", "a.svc:8000")
 
 
 def test_secrets_are_files() -> None:

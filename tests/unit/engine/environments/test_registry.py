@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from clora_engine.environments import BUILTIN, create
+from clora_engine.environments import BUILTIN, allowed, create
 from clora_engine.environments.gsm8k import build as build_gsm8k
+from clora_engine.environments.http_addresses import AllowedHost, HostPolicy
 from clora_engine.errors import UserError
 
 
@@ -27,3 +28,12 @@ def test_an_engine_may_allow_fewer() -> None:
         create("WordProblems", {}, builders={"GSM8K": build_gsm8k})
     with pytest.raises(UserError, match="allowed: none"):
         create("WordProblems", {}, builders={})
+
+
+def test_http_is_offered_where_there_are_hosts_to_reach() -> None:
+    hosts = HostPolicy((AllowedHost.parse("grader.team.svc"),))
+    assert set(allowed((), HostPolicy())) == {"GSM8K", "WordProblems"}
+    assert set(allowed((), hosts)) == {"GSM8K", "WordProblems", "HTTP"}
+    assert set(allowed(("GSM8K",), hosts)) == {"GSM8K"}
+    with pytest.raises(UserError, match="none of this engine's allowed hosts"):
+        create("HTTP", {"url": "http://other.svc"}, builders=allowed(("HTTP",), hosts))
