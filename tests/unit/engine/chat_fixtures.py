@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
-    *("<|begin|>", "<|head|>", "<|/head|>", "<|eot_id|>", "<|eom_id|>"),
+    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
     *("<start_of_turn>", "<end_of_turn>"),
 )
 
@@ -43,21 +43,22 @@ HERMES = """\
 
 # Tools and date before the first question, one call a turn as bare JSON, results with a role of their own.
 LLAMA3 = """\
+{%- macro head(role) %}{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}{% endmacro %}
 {{- bos_token }}{% set date = date_string if date_string is defined else strftime_now('%d %b %Y') %}
-{{- '<|head|>system<|/head|>\\n\\nToday: ' + date + '<|eot_id|>' }}
+{{- head('system') + 'Today: ' + date + '<|eot_id|>' }}
 {%- for m in messages %}
-{%- if m.role == 'tool' %}{{ '<|head|>ipython<|/head|>\\n\\n' + ({'output': m.content} | tojson) + '<|eot_id|>' }}
+{%- if m.role == 'tool' %}{{ head('ipython') + (m.content | tojson) + '<|eot_id|>' }}
 {%- elif 'tool_calls' in m %}
 {%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}
 {%- set c = m.tool_calls[0].function %}
-{{- '<|head|>assistant<|/head|>\\n\\n{"name": "' + c.name + '", "parameters": ' + (c.arguments | tojson) }}
+{{- head('assistant') + '{"name": "' + c.name + '", "parameters": ' + (c.arguments | tojson) }}
 {{- '}<|eot_id|>' }}
-{%- else %}{{ '<|head|>' + m.role + '<|/head|>\\n\\n' }}
+{%- else %}{{ head(m.role) }}
 {%- if loop.first and tools %}{% for t in tools %}{{ (t | tojson) + '\\n\\n' }}{% endfor %}{% endif %}
 {{- m.content + '<|eot_id|>' }}
 {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\\n\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{ head('assistant') }}{% endif %}"""
 
 # Neither system nor tool messages; turns alternate.
 ALTERNATING = """\
@@ -96,7 +97,7 @@ def tiny_tokenizer(template: str | None) -> Any:
     tokenizer.train_from_iterator(['{"calculator": "12*5-3"}', '{"final_answer": 57}', "How many are left?"], trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<|begin|>",
+        bos_token="<|begin_of_text|>",
         eos_token="<|im_end|>",
         additional_special_tokens=list(SPECIAL),
         clean_up_tokenization_spaces=False,

@@ -82,8 +82,9 @@ def test_llama3_format_and_its_second_stop_token() -> None:
     found = renderer(LLAMA3)
     demonstration = found.demonstration(FACTORY.demonstration(EXAMPLE))
     assert text(demonstration.ids) == (
-        '{"name": "calculator", "parameters": {"expression": "100-7*4"}}<|eot_id|><|head|>ipython<|/head|>\n\n'
-        '{"output": "72"}<|eot_id|><|head|>assistant<|/head|>\n\n'
+        '{"name": "calculator", "parameters": {"expression": "100-7*4"}}<|eot_id|>'
+        "<|start_header_id|>ipython<|end_header_id|>\n\n"
+        '"72"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n'
         '{"name": "final_answer", "parameters": {"answer": 72}}<|eot_id|>'
     )
     stops = tiny_tokenizer(LLAMA3).convert_ids_to_tokens(list(found.stop_token_ids))
