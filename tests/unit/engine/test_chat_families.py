@@ -41,7 +41,7 @@ LLAMA = """\
 "72"<|eot_id|><|start_header_id|>assistant<|end_header_id|>
 
 {"name": "final_answer", "parameters": {"answer": 72}}<|eot_id|>"""
-TURNS = {
+TURNS: dict[str, tuple[str, str, ToolFormat]] = {
     "Qwen2.5-7B-Instruct": (QWEN, HERMES, Hermes()),
     "Qwen3-0.6B": (QWEN, HERMES, Hermes()),
     "Llama-3.1-8B-Instruct": (LLAMA, LLAMA3, Llama3()),
