@@ -4,8 +4,9 @@ An advantage belongs to a trajectory and is the same for all of its tokens that 
 error ended are left out before anything is computed. Identical trajectories stay separate completions: the trainer
 merges them.
 
-The denominator is the number of tokens that the model wrote in all trajectories without error, those of dropped groups
-included: a step in which few groups carry a signal makes a small update, not a large one out of few samples.
+The denominator is the number of tokens that the model wrote (by sequences: the number of trajectories) in all that
+counts, dropped groups included: a step in which few groups carry a signal makes a small update, not a large one out of
+few samples. Terms that differ from token to token, and the cut into minibatches: batches.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clora_api.v1alpha1.experiment import TruncatedCompletions
 from clora_engine.chat import Demonstration
 from clora_engine.types import Completion, Group, Row, Trajectory
 
@@ -28,7 +30,48 @@ class Batch:
     denominator: float
 
 
-def grpo(groups: Sequence[Group], *, normalize_by_std: bool = True) -> Batch:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """What a group's trajectories count, before they are compared.
+
+    truncated: of those that a token limit cut off. Mask: left out, of baselines too (Yu et al., 2025, DAPO,
+    arXiv:2503.14476, "overlong filtering"). Punish: `penalty` is taken from their rewards.
+    """
+
+    truncated: TruncatedCompletions = TruncatedCompletions.KEEP
+    penalty: float = 1.0
+
+    def counted(self, group: Group) -> list[tuple[Trajectory, float]]:
+        """The trajectories that count, with their rewards."""
+        good = [t for t in group.trajectories if not t.error]
+        if self.truncated is TruncatedCompletions.MASK:
+            return [(t, t.reward) for t in good if not t.truncated]
+        punished = self.truncated is TruncatedCompletions.PUNISH
+        return [(t, t.reward - self.penalty if punished and t.truncated else t.reward) for t in good]
+
+    def has_spread(self, group: Group) -> bool:
+        """Whether GRPO can learn from the group: its rewards are not all the same."""
+        return len({reward for _, reward in self.counted(group)}) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How advantages become a batch.
+
+    by_sequences: each trajectory weighs 1, shared out over its tokens (as in Shao et al., 2024), instead of each token
+    (as in DAPO). keep_flat: rows whose advantages are all 0 stay, because other terms are to be added to them.
+    """
+
+    by_sequences: bool = False
+    keep_flat: bool = False
+
+
+PLAIN, TOKENS = Scoring(), Shape()
+
+
+def grpo(
+    groups: Sequence[Group], *, normalize_by_std: bool = True, scoring: Scoring = PLAIN, shape: Shape = TOKENS
+) -> Batch:
     """Group-relative advantages (Shao et al., 2024, arXiv:2402.03300).
 
     A = (r - mean) / (std + EPSILON) with mean and population standard deviation of the group; with normalize_by_std
@@ -43,32 +86,32 @@ def grpo(groups: Sequence[Group], *, normalize_by_std: bool = True) -> Batch:
         scale = statistics.pstdev(rewards) + EPSILON if normalize_by_std else 1.0
         return [(reward - mean) / scale for reward in rewards]
 
-    good = [_without_errors(group) for group in groups]
-    return _batch(groups, good, [advantages([t.reward for t in trajectories]) for trajectories in good])
+    counted = [scoring.counted(group) for group in groups]
+    return _batch(groups, counted, [advantages([reward for _, reward in pairs]) for pairs in counted], shape)
 
 
-def reinforce(groups: Sequence[Group]) -> Batch:
+def reinforce(groups: Sequence[Group], *, scoring: Scoring = PLAIN, shape: Shape = TOKENS) -> Batch:
     """REINFORCE (Williams, 1992) with the mean reward of the step as baseline: A = r - mean over all trajectories.
 
     Groups whose rewards all equal that mean carry no signal and are dropped.
     """
-    good = [_without_errors(group) for group in groups]
-    rewards = [trajectory.reward for trajectories in good for trajectory in trajectories]
+    counted = [scoring.counted(group) for group in groups]
+    rewards = [reward for pairs in counted for _, reward in pairs]
     baseline = statistics.fmean(rewards) if rewards else 0.0
     if rewards and min(rewards) == max(rewards):
         baseline = rewards[0]  # not a rounding error away from it
-    return _batch(groups, good, [[t.reward - baseline for t in trajectories] for trajectories in good])
+    return _batch(groups, counted, [[reward - baseline for _, reward in pairs] for pairs in counted], shape)
 
 
-def sft(demonstrations: Sequence[Demonstration]) -> Batch:
-    """Demonstrations for CrossEntropy: the assistant's tokens weigh 1, others 0; the denominator is their number."""
+def sft(demonstrations: Sequence[Demonstration], *, shape: Shape = TOKENS) -> Batch:
+    """Demonstrations for CrossEntropy: the assistant's tokens have the weight, others 0."""
     rows = [
         Row(
             prompt=demonstration.prompt,
             completions=[
                 Completion(
                     ids=demonstration.ids,
-                    weights=[float(m) for m in demonstration.mask],
+                    weights=_weights(demonstration.mask, shape),
                     logprobs=[0.0] * len(demonstration.ids),
                     advantages=[0.0] * len(demonstration.ids),
                 )
@@ -76,27 +119,40 @@ def sft(demonstrations: Sequence[Demonstration]) -> Batch:
         )
         for demonstration in demonstrations
     ]
-    return Batch(rows, float(sum(sum(demonstration.mask) for demonstration in demonstrations)))
+    return Batch(rows, _denominator([demonstration.mask for demonstration in demonstrations], shape))
 
 
-def _without_errors(group: Group) -> list[Trajectory]:
-    return [trajectory for trajectory in group.trajectories if not trajectory.error]
-
-
-def _batch(groups: Sequence[Group], good: Sequence[list[Trajectory]], advantages: Sequence[list[float]]) -> Batch:
+def _batch(
+    groups: Sequence[Group],
+    counted: Sequence[list[tuple[Trajectory, float]]],
+    advantages: Sequence[list[float]],
+    shape: Shape,
+) -> Batch:
     rows = [
-        Row(prompt=group.prompt, completions=[_completion(t, a) for t, a in zip(trajectories, values, strict=True)])
-        for group, trajectories, values in zip(groups, good, advantages, strict=True)
-        if any(values)
+        Row(
+            prompt=group.prompt,
+            completions=[_completion(t, a, shape) for (t, _), a in zip(pairs, values, strict=True)],
+        )
+        for group, pairs, values in zip(groups, counted, advantages, strict=True)
+        if any(values) or (shape.keep_flat and values)
     ]
-    tokens = sum(sum(trajectory.mask) for trajectories in good for trajectory in trajectories)
-    return Batch(rows, float(tokens))
+    return Batch(rows, _denominator([t.mask for pairs in counted for t, _ in pairs], shape))
 
 
-def _completion(trajectory: Trajectory, advantage: float) -> Completion:
+def _completion(trajectory: Trajectory, advantage: float, shape: Shape) -> Completion:
     return Completion(
         ids=trajectory.ids,
-        weights=[float(m) for m in trajectory.mask],
+        weights=_weights(trajectory.mask, shape),
         logprobs=trajectory.logprobs,
         advantages=[advantage * m for m in trajectory.mask],
     )
+
+
+def _weights(mask: Sequence[int], shape: Shape) -> list[float]:
+    each = 1.0 / max(1, sum(mask)) if shape.by_sequences else 1.0
+    return [each * m for m in mask]
+
+
+def _denominator(masks: Sequence[Sequence[int]], shape: Shape) -> float:
+    tokens = [sum(mask) for mask in masks]
+    return float(sum(count > 0 for count in tokens) if shape.by_sequences else sum(tokens))

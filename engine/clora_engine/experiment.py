@@ -257,6 +257,7 @@ class Experiment:
 
     async def _leave(self, plan: Plan) -> None:
         """Everything made is committed before the slot is left."""
+        await self._training.rest()
         if self._commit is None or self._commit.manifest.step < self._progress.step:
             self._commit = await self._training.commit(self._progress.step, self._progress.position)
         if self.phase is Phase.DELETING:
@@ -296,6 +297,10 @@ class Experiment:
     async def _release(self) -> None:
         """Leaves trainer and sampler; the files stay."""
         self._loaded, self._remaining = False, None
+        try:
+            await self._training.close()
+        except EngineError as error:
+            log.debug("%s: %s", self.desired.uid, error)
         self._services.sampler.drop(self.desired.uid)
         try:
             await self._services.trainer.delete(self.desired.uid)

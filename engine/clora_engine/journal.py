@@ -254,9 +254,11 @@ class Journal:
         return {group.index: group for group in groups}
 
     def drop_groups(self, step: int) -> None:
-        """Forgets the logged groups of `step`. Raises StaleEpochError."""
+        """Forgets the logged groups of `step` and later ones. Raises StaleEpochError."""
         with self._owned():
-            self._rollouts(step).unlink(missing_ok=True)
+            for path in (self.folder / "rollouts").glob("*.jsonl"):
+                if int(path.stem) >= step:
+                    path.unlink()
 
     def _rollouts(self, step: int) -> Path:
         return self.folder / "rollouts" / f"{step:05d}.jsonl"

@@ -15,8 +15,9 @@ from typing import Any
 from clora_api.control import DesiredExperiment
 from clora_api.v1alpha1.base import number
 from clora_api.v1alpha1.experiment import Data as DataSpec
-from clora_api.v1alpha1.experiment import Estimator, ExperimentSpec, VolumePath
+from clora_api.v1alpha1.experiment import Estimator, ExperimentSpec, LossNormalization, VolumePath
 from clora_engine import data, environments
+from clora_engine.advantages import Scoring, Shape
 from clora_engine.chat import Renderer
 from clora_engine.config import EngineConfig
 from clora_engine.environments import http_addresses
@@ -48,6 +49,20 @@ class Plan:
     @property
     def temperature(self) -> float:
         return number(self.spec.sampling.temperature)
+
+    @property
+    def scoring(self) -> Scoring:
+        """What a trajectory counts."""
+        algorithm = self.spec.algorithm
+        return Scoring(truncated=algorithm.truncated_completions, penalty=number(algorithm.truncation_penalty))
+
+    @property
+    def shape(self) -> Shape:
+        """How advantages become a batch."""
+        algorithm = self.spec.algorithm
+        more = number(algorithm.kl_coefficient) > 0 or number(algorithm.entropy_coefficient) > 0
+        sequences = algorithm.loss_normalization is LossNormalization.SEQUENCES
+        return Shape(by_sequences=sequences, keep_flat=more)
 
     def sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(
@@ -136,9 +151,41 @@ def _check_numbers(spec: ExperimentSpec, config: EngineConfig) -> None:
             f"algorithm.clipLow {low} and clipHigh {high} are ratios around 1: clipLow <= 1 <= clipHigh",
             field="algorithm.clipLow",
         )
+    _check_algorithm(spec, config)
+
+
+def _check_algorithm(spec: ExperimentSpec, config: EngineConfig) -> None:
+    algorithm = spec.algorithm
+    if algorithm.max_importance_weight is not None and number(algorithm.max_importance_weight) <= 0:
+        raise UserError(
+            "algorithm.maxImportanceWeight 0 would take every token's weight: leave it out, or set 1 or more",
+            field="algorithm.maxImportanceWeight",
+        )
+    if algorithm.estimator is Estimator.SFT:
+        unfit = {
+            "klCoefficient": number(algorithm.kl_coefficient) > 0,
+            "entropyCoefficient": number(algorithm.entropy_coefficient) > 0,
+            "maxImportanceWeight": algorithm.max_importance_weight is not None,
+        }
+        for name in (name for name, given in unfit.items() if given):
+            raise UserError(
+                f"algorithm.{name} is for estimators that sample: leave it out for SFT", field=f"algorithm.{name}"
+            )
+    if versions_held(spec) > config.sampler_slots:
+        raise UserError(
+            f"algorithm.maxOffPolicySteps {algorithm.max_off_policy_steps} needs {versions_held(spec)} versions on the"
+            f" sampler, and this engine's holds {config.sampler_slots}",
+            field="algorithm.maxOffPolicySteps",
+        )
     for name in ("beta1", "beta2"):
         if not 0.0 <= number(getattr(spec.algorithm.optimizer, name)) < 1.0:
             raise UserError(f"algorithm.optimizer.{name} must be below 1", field=f"algorithm.optimizer.{name}")
+
+
+def versions_held(spec: ExperimentSpec) -> int:
+    """Versions that the sampler may have to hold for it at once: the one being published, the newest, and those that
+    its trajectories may be older by."""
+    return spec.algorithm.max_off_policy_steps + 2
 
 
 def _lora(spec: ExperimentSpec) -> LoraConfig:

@@ -55,7 +55,7 @@ class Progress:
         self.waited += _waited(values)
         self.pace = _running_mean(self.pace, values.get("step_seconds"))
         self.step_tokens = _running_mean(self.step_tokens, values.get("sampled_tokens"))
-        if not values.get("update_skipped") and values.get("trained_tokens", 1.0) > 0:
+        if values.get("updates", 1.0) > 0:  # step 0 has none, and is published
             self.published_step = step
 
     def resume(self, commit: Commit, lines: Sequence[dict[str, Any]]) -> None:

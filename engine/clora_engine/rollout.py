@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ OnGroup = Callable[[Group], Awaitable[None]]
 
 
 class Rollouts(Generic[L]):
-    """Plays episodes of one experiment. Stateless between calls, but for the limit on concurrency that they share."""
+    """Plays episodes of one experiment. Stateless between calls, but for the limit on concurrency that they share, and
+    for `environment_seconds`: wall-clock seconds in which an environment was asked, by one episode or several."""
 
     def __init__(
         self, sampler: SamplerLike[L], renderer: Renderer, factory: EnvironmentFactory, config: RolloutConfig
@@ -105,6 +107,9 @@ class Rollouts(Generic[L]):
         # A group is admitted whole. One that is larger than the limit is played in parts, one after another.
         self._part = max(1, min(config.group_size, config.concurrency))
         self._slots = asyncio.Semaphore(max(1, config.concurrency // self._part))
+        self._asking = 0  # calls of environments under way
+        self._asked_since = 0.0
+        self.environment_seconds = 0.0
 
     async def step(self, prompts: Sequence[Prompt], on_group: OnGroup | None = None) -> list[Group]:
         """Draws a group for every prompt; `on_group` is awaited for each as it is finished, for one at a time.
@@ -184,6 +189,7 @@ class Rollouts(Generic[L]):
             version_step=version.step,
             prompt=common,
             trajectories=[episode.finished() for episode in episodes],
+            temperature=config.temperature,
         )
 
     async def _play(self, lease: L, examples: Sequence[Example], *, temperature: float) -> list[Episode]:
@@ -255,6 +261,9 @@ class Rollouts(Generic[L]):
     async def _ask(self, episode: Episode, answer: Awaitable[T]) -> T | None:
         """The environment's answer; None if it failed, which ends this episode alone."""
         seconds = self._config.environment_timeout_seconds
+        self._asking += 1
+        if self._asking == 1:
+            self._asked_since = time.monotonic()
         try:
             async with asyncio.timeout(seconds) as limit:
                 return await answer
@@ -266,6 +275,10 @@ class Rollouts(Generic[L]):
             else:
                 logger.warning("experiment %s: environment failed", self._config.experiment, exc_info=True)
                 episode.fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._asking -= 1
+            if self._asking == 0:
+                self.environment_seconds += time.monotonic() - self._asked_since
         return None
 
     async def _close(self, episode: Episode) -> None:

@@ -22,9 +22,10 @@ from clora_api.control import (
     spec_digest,
 )
 from clora_engine.config import EngineConfig
-from clora_engine.errors import CapacityError
+from clora_engine.errors import CapacityError, UserError
 from clora_engine.experiment import Experiment, reported_checkpoint
 from clora_engine.journal import Journal
+from clora_engine.plan import versions_held
 from clora_engine.sampler import SamplerStats
 from clora_engine.training import Services
 
@@ -100,6 +101,11 @@ class Supervisor:
         )
         if wants_slot:
             self._require_slot(desired)
+        elif known.phase in OCCUPYING and versions_held(desired.spec) > versions_held(known.desired.spec):
+            try:
+                self._require_slot(desired)
+            except CapacityError as error:  # it keeps its slot, and goes on as it was
+                raise UserError(str(error), field="algorithm.maxOffPolicySteps") from None
         known.update(desired)
 
     def _require_slot(self, desired: DesiredExperiment) -> None:
@@ -108,6 +114,12 @@ class Supervisor:
         holders = [e for uid, e in self._experiments.items() if uid != desired.uid and e.phase in OCCUPYING]
         if len(holders) >= self._config.max_experiments:
             raise CapacityError(f"all {self._config.max_experiments} slots of the engine are in use")
+        held, slots = sum(versions_held(e.desired.spec) for e in holders), self._config.sampler_slots
+        if held + versions_held(desired.spec) > slots:
+            raise CapacityError(
+                f"the sampler holds {slots} versions, {held} of them for other experiments; with its maxOffPolicySteps"
+                f" this one needs {versions_held(desired.spec)}"
+            )
 
     def _start_if_due(self, experiment: Experiment) -> None:
         uid = experiment.desired.uid

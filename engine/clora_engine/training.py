@@ -3,36 +3,40 @@
     prompts -> rollouts (logged group by group) -> advantages -> forward_backward -> optim_step -> publish
             -> evaluate, when due -> metrics -> commit, when due
 
-What a step needs comes in, what it did goes out; nothing is kept between steps but the position in the data and the
-step counts. Who may run when is not decided here: the trainer takes the calls of all experiments in turn, the sampler's
-gate shares out its tokens, so that one experiment trains while another samples. What a step waited for either is in its
-metrics: wait_trainer_seconds, and wait_sampler_seconds, in which it had samples to draw and none was being drawn.
+What a step needs comes in, what it did goes out. Kept between steps are the position in the data, the step counts, and
+with maxOffPolicySteps the groups that are drawn ahead (drawing.py). Who may run when is not decided here: the trainer
+takes the calls of all experiments in turn, the sampler's gate shares out its tokens, so that one experiment trains
+while another samples. What a step waited for either is in its metrics: wait_trainer_seconds, and wait_sampler_seconds,
+in which it had samples to draw and none was being drawn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from clora_api.v1alpha1.base import number
 from clora_api.v1alpha1.experiment import Estimator
 from clora_engine import advantages
 from clora_engine.advantages import Batch
+from clora_engine.chat import Demonstration
 from clora_engine.config import EngineConfig
 from clora_engine.data import demonstration
+from clora_engine.drawing import Ahead, Drawer, Drawn, policy_lag
 from clora_engine.errors import UserError
 from clora_engine.journal import Commit, Journal
 from clora_engine.plan import Plan
-from clora_engine.rollout import Prompt, RolloutConfig, Rollouts
+from clora_engine.rollout import RolloutConfig, Rollouts
 from clora_engine.rollout_metrics import step_metrics
 from clora_engine.sampler import Lease, Sampler
 from clora_engine.trainer_client import TrainerClient
-from clora_engine.types import Group, Loss, Version
+from clora_engine.types import Version
+from clora_engine.updates import Updates
 
 OnActivity = Callable[[str], None]
 
@@ -65,6 +69,18 @@ class Training:
         self._journal = journal
         self._uid = uid
         self._activity = on_activity
+        self._ahead = Ahead(Drawer(journal, self._rollouts))
+        self._updates = Updates(services.trainer, journal, uid)
+        self._published = 0  # the version's step
+
+    async def rest(self) -> None:
+        """No step follows for now: ends what is being drawn ahead."""
+        await self._ahead.close()
+
+    async def close(self) -> None:
+        """Leaves the trainer what it had before `begin` or the first step, but for the adapter itself."""
+        await self._ahead.close()
+        await self._updates.close()
 
     # ---------------------------------------------------------------- start
 
@@ -87,6 +103,7 @@ class Training:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
             raise
         await self._services.sampler.publish(Version(self._uid, step), directory)
+        self._published = step
 
     # ---------------------------------------------------------------- one step
 
@@ -100,16 +117,20 @@ class Training:
         """
         clock = _Clock()
         waited = self._seconds_waited()
-        count = plan.spec.algorithm.prompts_per_step
         if plan.supervised:
-            batch, values = await asyncio.to_thread(self._demonstrations, plan, position, count)
-            kept = 1.0
+            position, batch, values = await self._demonstrations(plan, position)
+            temperature = 1.0
         else:
-            groups, kept = await self._roll_out(plan, step, position, count)
-            batch, values = _advantages(plan, groups), step_metrics(groups)
-        clock.lap("rollout_seconds")
-        values |= await self._train(plan, step, batch, clock)
-        if values.pop("published"):
+            self._activity("Rollout")
+            drawn = await self._ahead.take(plan, step, position)
+            position, temperature = drawn.position, plan.temperature
+            batch = await asyncio.to_thread(_advantages, plan, drawn)
+            values = _drawn_metrics(drawn) | policy_lag(drawn.groups, self._published)
+        clock.lap("wait_rollout_seconds")
+        self._activity("Train")
+        values |= await self._updates.apply(plan, step, batch, temperature)
+        clock.lap("train_seconds")
+        if values["updates"]:
             self._activity("Publish")
             await self.publish(step)
         clock.lap("publish_seconds")
@@ -117,12 +138,8 @@ class Training:
         clock.lap("evaluate_seconds")
         values["wait_sampler_seconds"] = self._seconds_waited() - waited
         values |= clock.laps | {"step_seconds": clock.total()}
-        # tokens that came from the log after a restart were not sampled in this time
-        sampled = values.get("sampled_tokens", 0.0) * kept
-        if not plan.supervised and clock.laps["rollout_seconds"] > 0:
-            values["tokens_per_second"] = sampled / clock.laps["rollout_seconds"]
-        line = {"step": step, "time": _now()} | values
-        return await self._finish(plan, step, position + count, line)
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        return await self._finish(plan, step, position, {"step": step, "time": _now()} | finite)
 
     def _seconds_waited(self) -> float:
         return self._services.sampler.seconds_waited(self._uid)
@@ -144,23 +161,6 @@ class Training:
 
     # ---------------------------------------------------------------- its parts
 
-    async def _roll_out(self, plan: Plan, step: int, position: int, count: int) -> tuple[list[Group], float]:
-        """The step's groups, and the share of them that was drawn now: groups which an earlier life has logged are
-        not drawn again."""
-        self._activity("Rollout")
-        logged = await asyncio.to_thread(self._journal.read_groups, step)
-        logged = {i: g for i, g in logged.items() if i < count and g.example == position + i}
-        prompts = [
-            Prompt(i, position + i, plan.data.train.example(position + i)) for i in range(count) if i not in logged
-        ]
-
-        async def log_group(group: Group) -> None:
-            await asyncio.to_thread(self._journal.append_group, step, group)
-
-        drawn = await self._rollouts(plan).step(prompts, log_group)
-        groups = logged | {group.index: group for group in drawn}
-        return [groups[i] for i in sorted(groups)], len(drawn) / count
-
     def _rollouts(self, plan: Plan) -> Rollouts[Lease]:
         spec = plan.spec
         config = RolloutConfig(
@@ -175,51 +175,25 @@ class Training:
         )
         return Rollouts(self._services.sampler, plan.renderer, plan.factory, config)
 
-    def _demonstrations(self, plan: Plan, position: int, count: int) -> tuple[Batch, dict[str, float]]:
-        self._activity("Train")
+    async def _demonstrations(self, plan: Plan, position: int) -> tuple[int, Batch, dict[str, Any]]:
+        """The position after the step's demonstrations, their batch, and its metrics."""
+        end = position + plan.spec.algorithm.prompts_per_step
+        shown = await asyncio.to_thread(self._render, plan, range(position, end))
+        batch = advantages.sft(shown, shape=plan.shape)
+        return end, batch, {"demonstration_tokens": float(sum(sum(d.mask) for d in shown))}
+
+    def _render(self, plan: Plan, places: range) -> list[Demonstration]:
         shown = []
-        for place in range(position, position + count):
+        for place in places:
             try:
                 messages = demonstration(plan.data.train.example(place), plan.factory)
             except ValueError as error:
                 raise UserError(f"example {place} has no demonstration: {error}", field="data") from None
             shown.append(plan.renderer.demonstration(messages))
         limit = min(self._services.config.max_model_len, self._services.config.tokens_per_microbatch)
-        too_long = [d for d in shown if len(d.prompt) + len(d.ids) > limit]
-        if too_long:
+        if any(len(d.prompt) + len(d.ids) > limit for d in shown):
             raise UserError(f"a demonstration is longer than {limit} tokens: shorten it or leave it out", field="data")
-        batch = advantages.sft(shown)
-        return batch, {"demonstration_tokens": batch.denominator}
-
-    async def _train(self, plan: Plan, step: int, batch: Batch, clock: _Clock) -> dict[str, Any]:
-        """forward_backward and optim_step. `published`: there is something new to serve."""
-        adam = plan.adam(step)
-        values: dict[str, Any] = {"learning_rate": adam.learning_rate, "published": False}
-        if not batch.rows:
-            clock.lap("train_seconds")
-            return values | {"trained_tokens": 0.0}
-        self._activity("Train")
-        algorithm = plan.spec.algorithm
-        loss = Loss(
-            name=algorithm.loss.value,
-            denominator=batch.denominator,
-            temperature=1.0 if plan.supervised else plan.temperature,
-            clip_low=number(algorithm.clip_low),
-            clip_high=number(algorithm.clip_high),
-        )
-        result = await self._services.trainer.forward_backward(self._uid, batch.rows, loss)
-        done = await self._services.trainer.optim_step(self._uid, adam)
-        clock.lap("train_seconds")
-        busy = result.seconds + done.seconds
-        return values | {
-            "loss": result.loss,
-            **result.metrics,
-            "trained_tokens": float(result.tokens),
-            "grad_norm": done.grad_norm if not done.skipped else 0.0,
-            "update_skipped": float(done.skipped),
-            "wait_trainer_seconds": max(0.0, clock.laps["train_seconds"] - busy),
-            "published": not done.skipped,
-        }
+        return shown
 
     async def _evaluate(self, plan: Plan, step: int, *, last: bool) -> dict[str, float]:
         """Greedy accuracy on the held-out examples, when due: at both ends, and every so many steps."""
@@ -231,11 +205,22 @@ class Training:
         return await self._rollouts(plan).evaluate(plan.data.held_out)
 
 
-def _advantages(plan: Plan, groups: Sequence[Group]) -> Batch:
+def _advantages(plan: Plan, drawn: Drawn) -> Batch:
+    groups = drawn.trained(plan.scoring.has_spread)
     algorithm = plan.spec.algorithm
     if algorithm.estimator is Estimator.REINFORCE:
-        return advantages.reinforce(groups)
-    return advantages.grpo(groups, normalize_by_std=algorithm.normalize_by_std)
+        return advantages.reinforce(groups, scoring=plan.scoring, shape=plan.shape)
+    return advantages.grpo(groups, normalize_by_std=algorithm.normalize_by_std, scoring=plan.scoring, shape=plan.shape)
+
+
+def _drawn_metrics(drawn: Drawn) -> dict[str, Any]:
+    """Tokens that came from the log after a restart were not sampled in this time."""
+    values: dict[str, Any] = step_metrics(drawn.groups)
+    if drawn.seconds > 0:
+        values["tokens_per_second"] = values["sampled_tokens"] * drawn.drawn / len(drawn.groups) / drawn.seconds
+    if len(drawn.groups) > drawn.wanted:
+        values["groups_refilled"] = float(len(drawn.groups) - drawn.wanted)
+    return values | {"rollout_seconds": drawn.seconds, "environment_seconds": drawn.environment_seconds}
 
 
 class _Clock:

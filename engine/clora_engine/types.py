@@ -169,13 +169,15 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """All trajectories of one prompt, drawn under one version. `index` is the prompt's place in its step."""
+    """All trajectories of one prompt, drawn under one version. `index` is the prompt's place in its step; log-probs are
+    those at `temperature`."""
 
     index: int
     example: int  # position in the shuffled data
     version_step: int
     prompt: list[int]
     trajectories: list[Trajectory]
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,14 @@ VOLUME = {"volume": "sets", "path": "a/b.jsonl"}
         ({"algorithm": {"estimator": "SFT"}}, "estimator SFT goes with loss CrossEntropy and only with it"),
         ({"algorithm": {"loss": "CrossEntropy"}}, "estimator SFT goes with loss CrossEntropy and only with it"),
         ({"algorithm": {"groupSize": 1}}, "estimator GRPO compares within a group: set groupSize >= 2"),
+        (
+            {"algorithm": {"estimator": "Reinforce", "maxRefillPrompts": 1}},
+            "maxRefillPrompts replaces groups that give",
+        ),
+        (
+            {"algorithm": {"estimator": "SFT", "loss": "CrossEntropy", "maxOffPolicySteps": 1}},
+            "draws nothing that could be off-policy",
+        ),
         ({"algorithm": {"estimator": "PPO"}}, 'supported values: "GRPO", "Reinforce", "SFT"'),
         ({"maxSteps": 0}, "spec.maxSteps"),
         ({"maxSteps": None}, "spec.maxSteps: Required value"),

@@ -36,6 +36,17 @@ class LossFunction(StrEnum):
     DRO = "DRO"
 
 
+class LossNormalization(StrEnum):
+    TOKENS = "Tokens"
+    SEQUENCES = "Sequences"
+
+
+class TruncatedCompletions(StrEnum):
+    KEEP = "Keep"
+    MASK = "Mask"
+    PUNISH = "Punish"
+
+
 LabelKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?$", max_length=316)]
 LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63)]
 
@@ -122,6 +133,14 @@ class Algorithm(ApiModel):
             "self.estimator != 'GRPO' || self.groupSize >= 2",
             "estimator GRPO compares within a group: set groupSize >= 2",
         ),
+        (
+            "self.estimator == 'GRPO' || self.maxRefillPrompts == 0",
+            "maxRefillPrompts replaces groups that give GRPO no signal: leave it at 0 for other estimators",
+        ),
+        (
+            "self.estimator != 'SFT' || self.maxOffPolicySteps == 0",
+            "estimator SFT draws nothing that could be off-policy: leave maxOffPolicySteps at 0",
+        ),
     )
 
     estimator: Estimator = Field(
@@ -147,6 +166,57 @@ class Algorithm(ApiModel):
     normalize_by_std: bool = Field(
         True, description="GRPO: divide a group's centred rewards by their standard deviation."
     )
+    loss_normalization: LossNormalization = Field(
+        LossNormalization.TOKENS,
+        description="Tokens: every token of a step weighs the same, so that long trajectories weigh more. Sequences:"
+        " every trajectory (SFT: demonstration) weighs the same, shared out over its tokens.",
+    )
+    epochs_per_batch: int = Field(1, ge=1, le=16, description="Times that a step trains on its trajectories.")
+    minibatches: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Parts, of whole groups, into which a step's trajectories are cut anew for each epoch, with an"
+        " optimizer step after each part: epochsPerBatch times minibatches optimizer steps a step.",
+    )
+    max_off_policy_steps: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="Steps by which the policy that draws a trajectory may be older than the one that is trained on it."
+        " 0: they are the same. With n, the next n steps are drawn while one is trained; the engine's sampler then"
+        " holds n + 2 versions for this experiment.",
+    )
+    max_importance_weight: DecimalString | None = Field(
+        None,
+        description="Truncated importance sampling: the loss compares with the trainer's own policy at the step's"
+        " start instead of the sampler's, and weighs each token by the former's probability over the latter's, at most"
+        " by this much, for example '2'. It costs a forward pass. Unset: the loss compares with the sampler's.",
+    )
+    kl_coefficient: DecimalString = Field(
+        "0",
+        description="Pull towards the adapter as it started (the base model, or what initFrom gave): so many times"
+        " log(policy / start) of each token, less the step's mean, is taken from its advantage. Above 0 it costs a"
+        " forward pass and host memory for a second adapter.",
+    )
+    entropy_coefficient: DecimalString = Field(
+        "0",
+        description="Push towards exploring: so many times -log(policy) of each token, less the step's mean, is added"
+        " to its advantage; on average the gradient of the policy's entropy.",
+    )
+    max_refill_prompts: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="GRPO: further prompts that a step draws, at most, until promptsPerStep groups have rewards that"
+        " differ. 0: groups without spread are dropped.",
+    )
+    truncated_completions: TruncatedCompletions = Field(
+        TruncatedCompletions.KEEP,
+        description="What a trajectory counts that a token limit cut off. Keep: its reward, like others. Mask: nothing,"
+        " as if it had not been drawn. Punish: its reward less truncationPenalty.",
+    )
+    truncation_penalty: DecimalString = Field("1", description="See truncatedCompletions, Punish.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="AdamW's settings.")
 
 

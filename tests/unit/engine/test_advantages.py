@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clora_engine.advantages import Batch, grpo, reinforce, sft
+from clora_api.v1alpha1.experiment import TruncatedCompletions
+from clora_engine.advantages import Batch, Scoring, Shape, grpo, reinforce, sft
 from clora_engine.chat import Demonstration
 from clora_engine.types import Completion, Group, Row, Trajectory
 
 
-def trajectory(reward: float, *, mask: tuple[int, ...] = (1, 0, 1), error: str = "", first: int = 7) -> Trajectory:
+def trajectory(
+    reward: float, *, mask: tuple[int, ...] = (1, 0, 1), error: str = "", first: int = 7, truncated: bool = False
+) -> Trajectory:
     return Trajectory(
         ids=[first, *range(len(mask) - 1)],
         mask=list(mask),
@@ -21,6 +24,7 @@ def trajectory(reward: float, *, mask: tuple[int, ...] = (1, 0, 1), error: str =
         reward=reward,
         turns=1,
         error=error,
+        truncated=truncated,
     )
 
 
@@ -115,3 +119,41 @@ def test_demonstrations_weigh_the_assistants_tokens() -> None:
         completions=[Completion(ids=[3, 4, 5], weights=[1.0, 0.0, 1.0], logprobs=[0.0] * 3, advantages=[0.0] * 3)],
     )
     assert sft([]) == Batch([], 0.0)
+
+
+def test_by_sequences_a_long_trajectory_weighs_as_much_as_a_short_one() -> None:
+    long, short, empty = trajectory(1.0, mask=(1, 1, 0, 1, 1)), trajectory(0.0, mask=(1,)), trajectory(0.0, mask=())
+    for batch in (
+        grpo([group(long, short, empty)], shape=Shape(by_sequences=True)),
+        reinforce([group(long, short, empty)], shape=Shape(by_sequences=True)),
+    ):
+        assert [c.weights for c in batch.rows[0].completions] == [[0.25, 0.25, 0.0, 0.25, 0.25], [1.0], []]
+        assert batch.denominator == 2  # a trajectory without a token has no loss
+    shown = sft([Demonstration([1], [3, 4], [1, 1]), Demonstration([1], [6], [1])], shape=Shape(by_sequences=True))
+    assert [row.completions[0].weights for row in shown.rows] == [[0.5, 0.5], [1.0]]
+    assert shown.denominator == 2
+
+
+def test_groups_without_spread_stay_for_terms_that_are_to_come() -> None:
+    batch = grpo([group(trajectory(1.0), trajectory(1.0)), group(index=1)], shape=Shape(keep_flat=True))
+    assert of(batch) == [[0.0, 0.0]]
+
+
+def test_truncated_trajectories_count_as_they_are_or_not_or_less() -> None:
+    one = group(trajectory(1.0), trajectory(0.5, truncated=True), trajectory(0.0))
+    kept = grpo([one], normalize_by_std=False)
+    assert of(kept) == [[0.5, 0.0, -0.5]]
+    masked = Scoring(truncated=TruncatedCompletions.MASK)
+    assert grpo([one], scoring=masked) == grpo([group(trajectory(1.0), trajectory(0.0))])
+    punished = Scoring(truncated=TruncatedCompletions.PUNISH, penalty=2.0)
+    assert of(grpo([one], normalize_by_std=False, scoring=punished)) == [pytest.approx([7 / 6, -8 / 6, 1 / 6])]
+    assert of(reinforce([one], scoring=punished)) == [pytest.approx([7 / 6, -8 / 6, 1 / 6])]
+
+
+def test_spread_is_that_of_what_counts() -> None:
+    cut_off = group(trajectory(0.0), trajectory(0.0, truncated=True))
+    assert not Scoring().has_spread(cut_off)
+    assert Scoring(truncated=TruncatedCompletions.PUNISH).has_spread(cut_off)
+    differ = group(trajectory(0.0), trajectory(1.0, truncated=True), trajectory(1.0, error="Timeout: late"))
+    assert Scoring().has_spread(differ)
+    assert not Scoring(truncated=TruncatedCompletions.MASK).has_spread(differ)

@@ -9,9 +9,12 @@ import pytest
 
 from clora_api.control import DesiredExperiment
 from clora_engine import plan
+from clora_engine.advantages import Shape
 from clora_engine.config import EngineConfig
 from clora_engine.errors import UserError
 from tests.unit.engine.chat_fixtures import CHATML, REWRITING, tiny_tokenizer
+
+SFT = {"estimator": "SFT", "loss": "CrossEntropy"}
 
 
 def config(tmp_path: Path, **changes: Any) -> EngineConfig:
@@ -68,10 +71,9 @@ def test_work_left_is_measured_once_there_is_a_step_and_bounded_by_the_spec_befo
     assert made.remaining_tokens(4, 500.0) == 6 * 500
     assert made.remaining_tokens(12, 500.0) == 0
     assert made.samples
-    sft = {"estimator": "SFT", "loss": "CrossEntropy"}
-    supervised = build(tmp_path, desired(algorithm=sft))
+    supervised = build(tmp_path, desired(algorithm=SFT))
     assert (supervised.samples, supervised.remaining_tokens(0, None)) == (False, 0)
-    assert build(tmp_path, desired(algorithm=sft, evaluation={"examples": 2})).samples
+    assert build(tmp_path, desired(algorithm=SFT, evaluation={"examples": 2})).samples
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,11 @@ def test_work_left_is_measured_once_there_is_a_step_and_bounded_by_the_spec_befo
         ({"algorithm": {"clipLow": "1.1"}}, "algorithm.clipLow"),
         ({"algorithm": {"clipHigh": "0.9"}}, "algorithm.clipLow"),
         ({"algorithm": {"optimizer": {"beta2": "1.0"}}}, "algorithm.optimizer.beta2"),
+        ({"algorithm": {"maxImportanceWeight": "0"}}, "algorithm.maxImportanceWeight"),
+        ({"algorithm": SFT | {"maxImportanceWeight": "2"}}, "algorithm.maxImportanceWeight"),
+        ({"algorithm": SFT | {"klCoefficient": "0.1"}}, "algorithm.klCoefficient"),
+        ({"algorithm": SFT | {"entropyCoefficient": "0.1"}}, "algorithm.entropyCoefficient"),
+        ({"algorithm": {"maxOffPolicySteps": 15}}, "algorithm.maxOffPolicySteps"),
         ({"environment": {"name": "WordProblems", "arguments": {"families": "x"}}}, "environment.arguments.families"),
         ({"environment": {"name": "GSM8K"}}, "data"),
         ({"data": {"file": {"volume": "d", "path": "x.jsonl"}}}, "data.file.volume"),
@@ -107,6 +114,14 @@ def test_files_stay_below_their_volume(tmp_path: Path) -> None:
     assert refused(tmp_path, adapter, **volumes).field == "initFrom.file.path"
     rows = desired(environment={"name": "GSM8K"}, data={"file": {"volume": "v", "path": "link/rows.jsonl"}})
     assert "not within its volume" in str(refused(tmp_path, rows, **volumes))
+
+
+def test_what_a_trajectory_counts_comes_from_the_spec(tmp_path: Path) -> None:
+    made = build(tmp_path, desired(algorithm={"truncatedCompletions": "Punish", "truncationPenalty": "0.5"}))
+    assert (made.scoring.truncated, made.scoring.penalty) == ("Punish", 0.5)
+    assert made.shape == Shape()
+    made = build(tmp_path, desired(algorithm={"lossNormalization": "Sequences", "klCoefficient": "0.01"}))
+    assert made.shape == Shape(by_sequences=True, keep_flat=True)
 
 
 @pytest.mark.parametrize("path", ["../x", "/x", "a/../b", "a//b", ".", "..", "a/.", ""])

@@ -44,9 +44,9 @@ def test_means_follow_the_newest_steps_and_ignore_those_without_a_value() -> Non
 
 def test_a_step_that_changed_nothing_is_not_what_the_sampler_serves() -> None:
     progress = Progress()
-    progress.take(1, 8, {"trained_tokens": 100.0})
-    progress.take(2, 16, {"trained_tokens": 0.0})
-    progress.take(3, 24, {"trained_tokens": 50.0, "update_skipped": 1.0})
+    progress.take(1, 8, {"updates": 1.0})
+    progress.take(2, 16, {"updates": 0.0})
+    progress.take(3, 24, {"updates": 0.0, "update_skipped": 1.0})
     assert (progress.step, progress.published_step) == (3, 1)
 
 
