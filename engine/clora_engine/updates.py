@@ -59,11 +59,12 @@ class Updates:
                 results.append(await self._trainer.forward_backward(self._uid, part.rows, loss))
                 steps.append(await self._trainer.optim_step(self._uid, adam))
         busy = sum(done.seconds for done in results) + sum(done.seconds for done in steps)
-        values |= prepared | {
+        values |= {
             "prepare_seconds": ready - started,
             "wait_trainer_seconds": max(0.0, time.monotonic() - ready - busy),
         }
-        return values | _measured(results, steps) | ({"sampler_kl": prepared["sampler_kl"]} if prepared else {})
+        # with importance weights, the loss knows no sampler: its KL is measured before
+        return values | _measured(results, steps) | prepared
 
     async def _prepare(self, plan: Plan, batch: Batch, temperature: float) -> tuple[Batch, dict[str, float]]:
         algorithm = plan.spec.algorithm

@@ -1,0 +1,120 @@
+"""The loop with every choice of algorithm, on the real trainer: what is called, what is reported, what is left."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clora_api.control import Phase
+from tests.unit.engine.loop import UID, Life, desired
+
+
+async def finished(tmp_path: Path, **changes: Any) -> Life:
+    life = Life(tmp_path, desired(**changes))
+    experiment = await life.run()
+    assert experiment.phase is Phase.SUCCEEDED, experiment.report(0)
+    assert life.trainer.adapters == []  # also that of the start
+    assert [line["step"] for line in life.metrics()] == [0, 1, 2, 3]
+    return life
+
+
+async def test_a_plain_run(tmp_path: Path) -> None:
+    life = await finished(tmp_path)
+    assert life.trainer.calls == ["forward_backward", "optim_step"] * 3
+    assert life.sampler.published == [0, 1, 2, 3]
+    assert len({life.weights(step) for step in range(4)}) == 4
+    line = life.metrics()[3]
+    assert line["updates"] == 1
+    assert (line["policy_lag_mean"], line["policy_lag_max"]) == (0, 0)
+    assert line["sampler_kl"] == line["kl_k3"] > 0
+    for phase in ("rollout", "wait_rollout", "environment", "prepare", "train", "publish", "evaluate", "step"):
+        assert line[f"{phase}_seconds"] >= 0, phase
+
+
+async def test_epochs_and_minibatches_make_several_updates(tmp_path: Path) -> None:
+    life = await finished(tmp_path, algorithm={"epochsPerBatch": 2, "minibatches": 3})
+    updates = sum(line.get("updates", 0) for line in life.metrics())
+    assert life.trainer.calls.count("optim_step") == updates > 3 * 2
+    again = await finished(tmp_path / "again", algorithm={"epochsPerBatch": 2, "minibatches": 3})
+    assert again.weights(3) == life.weights(3)
+
+
+async def test_the_start_is_what_kl_is_measured_from(tmp_path: Path) -> None:
+    plain = await finished(tmp_path / "plain")
+    life = await finished(tmp_path / "kl", algorithm={"klCoefficient": "0.5"})
+    assert life.trainer.calls == ["forward /start", "forward_backward", "optim_step"] * 3
+    assert all("kl_to_start" in line for line in life.metrics()[1:])
+    assert life.weights(1) != plain.weights(1)
+
+
+async def test_entropy_changes_the_update_without_a_pass_of_its_own(tmp_path: Path) -> None:
+    plain = await finished(tmp_path / "plain")
+    life = await finished(tmp_path / "entropy", algorithm={"entropyCoefficient": "0.1"})
+    assert life.trainer.calls == plain.trainer.calls
+    assert life.weights(1) != plain.weights(1)
+
+
+async def test_importance_weights_ask_the_trainer_first(tmp_path: Path) -> None:
+    life = await finished(tmp_path, algorithm={"maxImportanceWeight": "2"})
+    assert life.trainer.calls == ["forward itself", "forward_backward", "optim_step"] * 3
+    line = life.metrics()[1]
+    assert line["ratio"] == pytest.approx(1.0, abs=1e-4)  # to the trainer's own policy
+    assert line["sampler_kl"] > 0.01
+    assert 0 < line["importance_weight"] <= 2
+
+
+async def test_refilled_steps_go_on_where_they_ended_in_the_data(tmp_path: Path) -> None:
+    algorithm = {"maxRefillPrompts": 5, "promptsPerStep": 8, "groupSize": 2}
+    life = await finished(tmp_path, algorithm=algorithm)
+    refilled = [int(line.get("groups_refilled", 0)) for line in life.metrics()]
+    assert any(refilled)
+    commit = life.experiment._commit
+    assert commit is not None
+    assert commit.manifest.position == 3 * 8 + sum(refilled)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"truncatedCompletions": "Mask"},
+        {"truncatedCompletions": "Punish", "truncationPenalty": "0.5"},
+        {"lossNormalization": "Sequences"},
+        {"normalizeByStd": False},
+        {"estimator": "Reinforce", "loss": "ImportanceSampling"},
+    ],
+)
+async def test_each_choice_changes_what_is_learnt(tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    plain = await finished(tmp_path / "plain")
+    chosen = await finished(tmp_path / "chosen", algorithm=algorithm)
+    assert chosen.weights(1) != plain.weights(1)
+
+
+@pytest.mark.parametrize("off_policy", [1, 2])
+async def test_steps_are_drawn_ahead_and_say_how_old_their_policy_is(tmp_path: Path, off_policy: int) -> None:
+    life = Life(tmp_path, desired(maxSteps=4, algorithm={"maxOffPolicySteps": off_policy}))
+
+    async def until_drawn_ahead() -> None:
+        step = life.experiment._progress.step + 1
+        awaited = min(4, step + off_policy)
+        while len(life.experiment._journal.read_groups(awaited)) < 3:  # noqa: ASYNC110 - the log has no event
+            await asyncio.sleep(0)
+
+    life.trainer.before_update = until_drawn_ahead
+    assert (await life.run()).phase is Phase.SUCCEEDED
+    lags = [line["policy_lag_max"] for line in life.metrics()[1:]]
+    assert lags == [min(step - 1, off_policy) for step in range(1, 5)]
+
+
+async def test_a_supervised_run_by_sequences(tmp_path: Path) -> None:
+    algorithm = {"estimator": "SFT", "loss": "CrossEntropy", "lossNormalization": "Sequences", "epochsPerBatch": 2}
+    environment = {"name": "WordProblems", "arguments": {"families": "kitchen"}}
+    life = await finished(tmp_path, algorithm=algorithm, environment=environment, data={"builtin": "Generated"})
+    assert [line["updates"] for line in life.metrics()[1:]] == [2, 2, 2]
+    assert life.sampler.sampled == 0
+
+
+def test_the_reference_is_no_name_that_a_tenant_can_have() -> None:
+    assert "/" not in UID
