@@ -4,19 +4,17 @@ A position is all that a run remembers of its data: position -> example is a pur
 integer to be resumed from. A finite set of rows is gone through again and again, each time in another order that
 depends only on the seed and the round; generated data is endless.
 
-Formats: JSON Lines, as a file or as text (a ConfigMap's). A row is either what the experiment's environment takes
-(`question` and `answer`, say) or, for supervised training, a chat:
+Formats: JSON Lines, as text (a ConfigMap's) or as a file, and Parquet files (data_files.py). A row is either what the
+experiment's environment takes (`question` and `answer`, say) or, for supervised training, a chat:
 `{"messages": [{"role": ..., "content": ...}, ...]}`. In a chat the assistant's content is all that it writes, tool
 calls included; it is trained on with the environment's tools declared, as they are in an episode.
-
-Parquet is left out: it would add a dependency for what one command converts.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -24,11 +22,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from clora_engine.data_files import Numbered, RowError, bad_data, from_hub, hub_label, parse_lines, read_file
 from clora_engine.environments.protocol import EnvironmentFactory, Example, Generates, Message
 from clora_engine.errors import UserError
-
-MAX_FILE_BYTES = 256 << 20  # rows are held in memory, decoded
-
 
 # --------------------------------------------------------------------------------------------- sources
 
@@ -50,15 +46,26 @@ class Inline:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A .jsonl file below `root`, the folder that its experiment may read; `label` names it in errors instead of its
-    path on the engine."""
+    """A file below `root`, the folder that its experiment may read; `label` names it in errors instead of its path on
+    the engine. `held_out`: a file of rows to evaluate on, with a label of its own."""
 
     path: Path
     root: Path
     label: str
+    held_out: File | None = None
 
 
-Source = Builtin | Inline | File
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a data set's repository on the hub, and one of rows to evaluate on."""
+
+    repo: str
+    revision: str
+    file: str
+    held_out: str | None = None
+
+
+Source = Builtin | Inline | File | HubFile
 
 
 # --------------------------------------------------------------------------------------------- order
@@ -135,19 +142,25 @@ def load(source: Source, factory: EnvironmentFactory, *, seed: int, held_out: in
     Args:
         factory: the experiment's environment, which checks every row.
         seed: of the order, of generated examples, and of the choice of held-out rows.
-        held_out: number of examples to evaluate on. Generated data and GSM8KSample have a split of their own for them;
-            of other data, that many rows are set aside.
+        held_out: number of examples to evaluate on. Generated data, GSM8KSample and files with a held-out file have a
+            split of their own for them; of other data, that many rows are set aside.
         chat: supervised training: rows may be chats too.
 
     Raises:
         UserError: with field `data` (`evaluation.examples` if too few rows are left), naming source and line.
+        TransientError: the hub does not answer.
     """
     if isinstance(source, Builtin):
         return _builtin(source, factory, seed, held_out)
+    if isinstance(source, HubFile):
+        source = _downloaded(source, with_held_out=held_out > 0)
     if isinstance(source, Inline):
-        rows = _parse_lines(source.text.encode(errors="surrogatepass").splitlines(), source.label, factory, chat)
+        lines = source.text.encode(errors="surrogatepass").splitlines()
+        rows = _checked(parse_lines(lines), source.label, factory, chat)
     else:
-        rows = _parse_lines(_read(source).splitlines(), source.label, factory, chat)
+        rows = _checked(_read(source), source.label, factory, chat)
+        if source.held_out is not None and held_out:
+            return Data(Rows(rows, seed), _held_out_rows(source.held_out, factory, held_out))
     if held_out >= len(rows):
         raise _too_few(held_out, f"{source.label} has {len(rows)} rows, of which at least one must be left to train on")
     # The choice must not change with the order of training: it has a permutation of its own.
@@ -166,12 +179,14 @@ def demonstration(example: Example, factory: EnvironmentFactory) -> Sequence[Mes
 def _builtin(source: Builtin, factory: EnvironmentFactory, seed: int, held_out: int) -> Data:
     if source.name == "Generated":
         if not isinstance(factory, Generates):
-            raise _bad_data("this environment generates no examples; give a file, a ConfigMap or another builtin")
+            raise bad_data("this environment generates no examples; give a file, a ConfigMap or another builtin")
         # Held-out examples do not depend on the seed: runs with different seeds are measured on the same ones.
         return Data(Generated(factory, seed), [factory.generate(0, "test", index) for index in range(held_out)])
     folder = resources.files("clora_engine.environments") / "gsm8k_sample"
     train, test = (
-        _parse_lines((folder / f"{split}.jsonl").read_bytes().splitlines(), f"GSM8KSample ({split})", factory, False)
+        _checked(
+            parse_lines((folder / f"{split}.jsonl").read_bytes().splitlines()), f"GSM8KSample ({split})", factory, False
+        )
         for split in ("train", "test")
     )
     if held_out > len(test):
@@ -179,21 +194,32 @@ def _builtin(source: Builtin, factory: EnvironmentFactory, seed: int, held_out: 
     return Data(Rows(train, seed), test[:held_out])
 
 
-def _read(source: File) -> bytes:
-    """The file's bytes; links are followed before it is decided whether the file is below the root."""
+def _downloaded(source: HubFile, *, with_held_out: bool) -> File:
+    def local(name: str) -> File:
+        path = from_hub(source.repo, name, source.revision)
+        # the cache holds links from its snapshots to its blobs
+        root = next(parent for parent in path.parents if parent.name == "snapshots").parent
+        return File(path, root, hub_label(source.repo, name, source.revision))
+
+    train = local(source.file)
+    wanted = source.held_out is not None and with_held_out
+    return replace(train, held_out=local(source.held_out)) if wanted and source.held_out else train
+
+
+def _read(source: File) -> Numbered:
+    """The file's rows; links are followed before it is decided whether the file is below the root."""
     path, root = source.path.resolve(), source.root.resolve()
     if not path.is_relative_to(root):
-        raise _bad_data(f"{source.label} is not within its volume")
-    if path.suffix != ".jsonl":
-        raise _bad_data(f"{source.label} is no .jsonl file; convert it to JSON Lines, one row a line")
-    if not path.is_file():
-        raise _bad_data(f"{source.label} does not exist or is no file")
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise _bad_data(f"{source.label} is larger than {MAX_FILE_BYTES >> 20} MiB; split it")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _bad_data(f"{source.label} cannot be read: {error.strerror}") from None
+        raise bad_data(f"{source.label} is not within its volume")
+    return read_file(path, source.label, source.path.suffix)
+
+
+def _held_out_rows(source: File, factory: EnvironmentFactory, count: int) -> list[Example]:
+    """Rows to evaluate on; which ones does not depend on the seed: runs are measured on the same ones."""
+    rows = _checked(_read(source), source.label, factory, chat=False)
+    if count > len(rows):
+        raise _too_few(count, f"{source.label} has {len(rows)} rows")
+    return [rows[i] for i in permutation(len(rows), 0, -1)[:count]]
 
 
 class _ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -201,32 +227,23 @@ class _ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     content: str
 
 
-def _parse_lines(lines: Iterable[bytes], label: str, factory: EnvironmentFactory, chat: bool) -> list[Example]:
+def _checked(numbered: Numbered, label: str, factory: EnvironmentFactory, chat: bool) -> list[Example]:
     rows: list[Example] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = _parse_row(line)
-            if chat and "messages" in row:
-                _check_chat(row["messages"])
-            else:
-                factory.check(row)
-        except ValueError as error:
-            raise _bad_data(f"{label}, line {number}: {error}") from None
-        rows.append(row)
-    if not rows:
-        raise _bad_data(f"{label} holds no rows")
-    return rows
-
-
-def _parse_row(line: bytes) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError) as error:
-        raise ValueError(f"no JSON object: {error}") from None
-    except RecursionError:
-        raise ValueError("no JSON object: nested too deeply") from None
+        for where, row in numbered:
+            try:
+                if chat and "messages" in row:
+                    _check_chat(row["messages"])
+                else:
+                    factory.check(row)
+            except ValueError as error:
+                raise bad_data(f"{label}, {where}: {error}") from None
+            rows.append(row)
+    except RowError as error:
+        raise bad_data(f"{label}, {error}") from None
+    if not rows:
+        raise bad_data(f"{label} holds no rows")
+    return rows
 
 
 def _check_chat(messages: Any) -> None:
@@ -240,10 +257,6 @@ def _check_chat(messages: Any) -> None:
         raise ValueError(
             "'messages' must start with the user (one system message may precede) and end with the assistant"
         )
-
-
-def _bad_data(message: str) -> UserError:
-    return UserError(message, reason="InvalidData", field="data")
 
 
 def _too_few(held_out: int, available: str) -> UserError:

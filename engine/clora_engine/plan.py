@@ -205,9 +205,13 @@ def _source(spec: DataSpec, text: str | None, config: EngineConfig) -> data.Sour
         if text is None:
             raise UserError("the ConfigMap's contents were not sent along", field="data.configMap")
         return data.Inline(text, f"ConfigMap {spec.config_map.name}, key {spec.config_map.key}")
+    if spec.hub is not None:
+        return data.HubFile(spec.hub.repo, spec.hub.revision, spec.hub.file, spec.hub.held_out_file)
     assert spec.file is not None, "exactly one source: the schema's rule"
-    root = _volume(spec.file, config, "data.file.volume")
-    return data.File(root / spec.file.path, root, f"{spec.file.volume}/{spec.file.path}")
+    volume, root = spec.file.volume, _volume(spec.file, config, "data.file.volume")
+    aside = spec.file.held_out_path
+    held_out = data.File(root / aside, root, f"{volume}/{aside}") if aside is not None else None
+    return data.File(root / spec.file.path, root, f"{volume}/{spec.file.path}", held_out)
 
 
 def _init_folder(spec: ExperimentSpec, config: EngineConfig) -> Path | None:

@@ -235,8 +235,9 @@ class Environment(ApiModel):
     arguments: dict[Annotated[str, Field(min_length=1, max_length=63)], Annotated[str, Field(max_length=1024)]] = Field(
         default_factory=dict,
         max_length=16,
-        description="Arguments of the environment. WordProblems takes families, a comma-separated list; HTTP takes url,"
-        " and retries of a request that fails (0 to 5, default 2).",
+        description="Arguments of the environment. WordProblems takes families, a comma-separated list, and"
+        " heldOutTemplates, how many templates of each family are for evaluation alone (default 0); HTTP takes url, and"
+        " retries of a request that fails (0 to 5, default 2).",
     )
     max_turns: int = Field(3, ge=1, le=64, description="Turns of the model in an episode; it ends with reward 0 then.")
     concurrency: int = Field(64, ge=1, le=4096, description="Episodes of this experiment in flight at once.")
@@ -261,13 +262,40 @@ class VolumePath(ApiModel):
     path: RelativePath = Field(description="Path within the volume, without leading slash and without '..'.")
 
 
+class DataFile(VolumePath):
+    held_out_path: RelativePath | None = Field(
+        None,
+        description="A file of the same volume with rows to evaluate on; unset: rows of path are set aside for it.",
+    )
+
+
+HubPath = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", min_length=1, max_length=253)]
+
+
+class HubFile(ApiModel):
+    """A file of a public data set on the hub."""
+
+    repo: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = (
+        Field(description="The data set's repository: openai/gsm8k.")
+    )
+    revision: HubPath = Field(
+        description="A commit, or a tag: a run that is resumed, or repeated, must find the same rows."
+    )
+    file: HubPath = Field(
+        description="A JSON Lines or Parquet file of the repository: main/train-00000-of-00001.parquet."
+    )
+    held_out_file: HubPath | None = Field(
+        None, description="A file of rows to evaluate on; unset: rows of file are set aside for it."
+    )
+
+
 class Data(ApiModel):
     """The prompts, or demonstrations. Exactly one source."""
 
     model_config = rules(
         (
-            "[has(self.builtin), has(self.configMap), has(self.file)].filter(x, x).size() == 1",
-            "give exactly one source of data: builtin, configMap or file",
+            "[has(self.builtin), has(self.configMap), has(self.file), has(self.hub)].filter(x, x).size() == 1",
+            "give exactly one source of data: builtin, configMap, file or hub",
         ),
     )
 
@@ -277,7 +305,11 @@ class Data(ApiModel):
         " GSM8K, shipped with clora.",
     )
     config_map: ConfigMapKey | None = Field(None, description="JSON Lines in a ConfigMap of the same namespace.")
-    file: VolumePath | None = Field(None, description="A JSON Lines file in one of the engine's dataVolumes.")
+    file: DataFile | None = Field(None, description="A JSON Lines or Parquet file in one of the engine's dataVolumes.")
+    hub: HubFile | None = Field(
+        None,
+        description="A file of a public data set on the hub, which the engine has to reach or to have in its cache.",
+    )
     shuffle_seed: Seed = Field(0, description="Seed of the order in which examples come, and of generated problems.")
 
 

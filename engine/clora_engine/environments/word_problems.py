@@ -40,12 +40,13 @@ def build(arguments: Mapping[str, str]) -> WordProblems:
 
     Args:
         arguments: `families`, a comma-separated list of families (see word_templates.FAMILIES) or of the sets OneStep
-            and TwoStep; OneStep if left out.
+            and TwoStep; OneStep if left out. `heldOutTemplates`, a number: so many templates of each family, its last
+            ones, are evaluated on and never trained on; 0, the default: questions alone are held out.
 
     Raises:
         UserError: an argument or a family is unknown, or named twice.
     """
-    refuse_unknown("WordProblems", arguments, ("families",))
+    refuse_unknown("WordProblems", arguments, ("families", "heldOutTemplates"))
     names = [name.strip() for name in arguments.get("families", "OneStep").split(",")]
     families: list[str] = []
     for name in names:
@@ -56,20 +57,29 @@ def build(arguments: Mapping[str, str]) -> WordProblems:
             if family in families:
                 raise argument_error("families", f"family {family!r} is named twice")
             families.append(family)
-    return WordProblems(tuple(families))
+    return WordProblems(tuple(families), _held_out_templates(arguments.get("heldOutTemplates", "0"), families))
+
+
+def _held_out_templates(text: str, families: Sequence[str]) -> int:
+    most = min(len(FAMILIES[family]) for family in families) - 1
+    if text not in {str(number) for number in range(most + 1)}:
+        raise argument_error("heldOutTemplates", f"{text!r} is no whole number from 0 to {most}")
+    return int(text)
 
 
 class WordProblems(QuestionFactory):
-    """The questions of some families."""
+    """The questions of some families. With `held_out_templates`, split "test" has that many last templates of each
+    family and "train" the others, so that an evaluation shows what was learnt beyond the wording."""
 
-    def __init__(self, families: Sequence[str] = ONE_STEP) -> None:
+    def __init__(self, families: Sequence[str] = ONE_STEP, held_out_templates: int = 0) -> None:
         super().__init__(read_row)
         self.families = tuple(families)
+        self.held_out_templates = held_out_templates
 
     def generate(self, seed: int, split: Split, index: int) -> Example:
         """Row `index` (from 0, without end) of a split: question, answer, expressions, family."""
         family = self.families[index % len(self.families)]
-        templates = FAMILIES[family]
+        templates = self._templates(family, split)
         template = templates[index // len(self.families) % len(templates)]
         rng = random.Random(f"{seed}/{split}/{family}/{index}")  # noqa: S311 - no secret
         while True:
@@ -81,6 +91,13 @@ class WordProblems(QuestionFactory):
                     "expressions": list(problem.expressions),
                     "family": family,
                 }
+
+    def _templates(self, family: str, split: Split) -> Sequence[Template]:
+        templates = FAMILIES[family]
+        if not self.held_out_templates:
+            return templates
+        trained = len(templates) - self.held_out_templates
+        return templates[:trained] if split == "train" else templates[trained:]
 
 
 def split_of(question: str) -> Split:

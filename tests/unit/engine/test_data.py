@@ -146,14 +146,14 @@ def test_files_stay_below_their_root(tmp_path: Path) -> None:
     (root / "link.jsonl").symlink_to(outside)
     (root / "folder.jsonl").mkdir()
     os.mkfifo(root / "pipe.jsonl")
-    (root / "rows.parquet").write_bytes(b"PAR1")
+    (root / "rows.csv").write_bytes(b"a,b")
     for name, what in {
         "../secret.jsonl": "not within its volume",
         "link.jsonl": "not within its volume",
         "missing.jsonl": "does not exist",
         "folder.jsonl": "is no file",
         "pipe.jsonl": "is no file",
-        "rows.parquet": "convert it to JSON Lines",
+        "rows.csv": "convert it to JSON Lines",
     }.items():
         with pytest.raises(UserError, match=what) as caught:
             load(file(root / name, root), GSM8K, seed=0)

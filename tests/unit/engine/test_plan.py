@@ -96,6 +96,8 @@ def test_work_left_is_measured_once_there_is_a_step_and_bounded_by_the_spec_befo
         ({"data": {"file": {"volume": "d", "path": "x.jsonl"}}}, "data.file.volume"),
         ({"initFrom": {"file": {"volume": "d", "path": "x"}}}, "initFrom.file.volume"),
         ({"data": {"configMap": {"name": "c", "key": "k"}}}, "data.configMap"),
+        ({"data": {"hub": {"repo": "a/b", "revision": "v1", "file": "x.jsonl"}}}, "data"),
+        ({"environment": {"name": "HTTP", "arguments": {"url": "http://a.svc"}}}, "environment.name"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, spec: dict[str, Any], field: str) -> None:
@@ -122,6 +124,13 @@ def test_what_a_trajectory_counts_comes_from_the_spec(tmp_path: Path) -> None:
     assert made.shape == Shape()
     made = build(tmp_path, desired(algorithm={"lossNormalization": "Sequences", "klCoefficient": "0.01"}))
     assert made.shape == Shape(by_sequences=True, keep_flat=True)
+def test_a_held_out_file_is_evaluated_on(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "Q?", "answer": "1"}\n')
+    (tmp_path / "test.jsonl").write_text('{"question": "T?", "answer": "2"}\n')
+    file = {"volume": "v", "path": "train.jsonl", "heldOutPath": "test.jsonl"}
+    made = build(tmp_path, desired(data={"file": file}, evaluation={"examples": 1}), data_volumes={"v": tmp_path})
+    assert [row["question"] for row in made.data.held_out] == ["T?"]
+    assert made.data.train.size == 1
 
 
 @pytest.mark.parametrize("path", ["../x", "/x", "a/../b", "a//b", ".", "..", "a/.", ""])

@@ -51,6 +51,18 @@ def test_splits_share_no_question_whatever_the_seeds() -> None:
     assert len(test) > 100
 
 
+def test_held_out_templates_are_evaluated_on_and_never_trained_on() -> None:
+    maker = build({"families": "errands,trips", "heldOutTemplates": "2"})
+    kinds: dict[str, set[str]] = {}
+    for split in ("train", "test"):
+        rows = [maker.generate(3, "train" if split == "train" else "test", index) for index in range(240)]
+        kinds[split] = {" ".join(word for word in row["question"].split() if word.islower()) for row in rows}
+        assert Counter(row["family"] for row in rows) == {"errands": 120, "trips": 120}
+    assert not kinds["train"] & kinds["test"]
+    assert maker.generate(3, "test", 0)["expressions"][0].count("*") == 1  # pages read in some days
+    assert build({}).held_out_templates == 0
+
+
 def test_templates_and_families_come_in_turn() -> None:
     maker = WordProblems(("errands", "trips"))
     rows = [maker.generate(1, "train", index) for index in range(24)]
@@ -88,7 +100,10 @@ def test_one_step_families_have_one_operation() -> None:
         ({"families": "shop,"}, "families", "unknown family ''"),
         ({"families": "shop,shop"}, "families", "named twice"),
         ({"families": "OneStep,errands"}, "families", "named twice"),
-        ({"family": "shop"}, "family", "WordProblems takes families"),
+        ({"family": "shop"}, "family", "WordProblems takes families, heldOutTemplates"),
+        ({"heldOutTemplates": "6"}, "heldOutTemplates", "'6' is no whole number from 0 to 5"),
+        ({"heldOutTemplates": "-1"}, "heldOutTemplates", "no whole number"),
+        ({"heldOutTemplates": "two"}, "heldOutTemplates", "no whole number"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, str], field: str, what: str) -> None:
