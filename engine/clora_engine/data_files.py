@@ -17,11 +17,13 @@ from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    HTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+
+# what its HTTP library raises; which library that is differs between its releases
+from huggingface_hub.errors import HTTPError as HubHTTPError  # type: ignore[attr-defined]
 
 from clora_engine.errors import TransientError, UserError
 
@@ -116,7 +118,7 @@ def from_hub(repo: str, file: str, revision: str, *, endpoint: str | None = None
         raise bad_data(f"{label} is gated: put it into a dataVolume") from None
     except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError):
         raise bad_data(f"{label} does not exist on the hub, or is private: put it into a dataVolume") from None
-    except (HTTPError, OSError) as error:
+    except (HubHTTPError, OSError) as error:
         raise TransientError(f"the hub does not give {label} now: {type(error).__name__}") from None
 
 

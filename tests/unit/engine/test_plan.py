@@ -124,6 +124,8 @@ def test_what_a_trajectory_counts_comes_from_the_spec(tmp_path: Path) -> None:
     assert made.shape == Shape()
     made = build(tmp_path, desired(algorithm={"lossNormalization": "Sequences", "klCoefficient": "0.01"}))
     assert made.shape == Shape(by_sequences=True, keep_flat=True)
+
+
 def test_a_held_out_file_is_evaluated_on(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "Q?", "answer": "1"}\n')
     (tmp_path / "test.jsonl").write_text('{"question": "T?", "answer": "2"}\n')
