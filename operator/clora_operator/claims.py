@@ -26,6 +26,7 @@ class NamespaceLabels:
 class Room:
     """One engine. max_rank: None while nobody knows; strangers: slots held by what is none of our experiments;
     draining: it takes nobody, and who is there leaves; wakes: it sleeps, or starts, and is there for who waits for it;
+    trouble: why its pod does not run;
     allowed_from, allowed_labels: its allowedNamespaces."""
 
     namespace: str
@@ -38,6 +39,7 @@ class Room:
     full: bool = False
     draining: bool = False
     wakes: bool = False
+    trouble: str = ""
     max_per_namespace: int | None = None
     allowed_from: str = "Same"
     allowed_labels: Mapping[str, str] = field(default_factory=dict)

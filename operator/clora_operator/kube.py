@@ -160,8 +160,9 @@ class Kube:
     def create_event(self, namespace: str, body: Mapping[str, Any]) -> None:
         self._call(self._core.create_namespaced_event, namespace, body)
 
-    def apply(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Server-side apply of a Service, PersistentVolumeClaim, NetworkPolicy or StatefulSet."""
+    def apply(self, manifest: Mapping[str, Any]) -> None:
+        """Server-side apply of a Service, PersistentVolumeClaim, NetworkPolicy or StatefulSet. The client gives no
+        object back for one that this creates (201), only for one that was there."""
         kind, meta = manifest["kind"], manifest["metadata"]
         name, namespace = meta["name"], meta["namespace"]
         options = {"field_manager": FIELD_MANAGER, "force": True, "_content_type": _APPLY}
@@ -169,12 +170,13 @@ class Kube:
             group, version = manifest["apiVersion"].split("/")
             plural = {"StatefulSet": "statefulsets", "NetworkPolicy": "networkpolicies"}[kind]
             call = self._custom.patch_namespaced_custom_object
-            return dict(self._call(call, group, version, namespace, plural, name, manifest, **options))
+            self._call(call, group, version, namespace, plural, name, manifest, **options)
+            return
         calls = {
             "Service": self._core.patch_namespaced_service,
             "PersistentVolumeClaim": self._core.patch_namespaced_persistent_volume_claim,
         }
-        return dict(self._call(calls[kind], name, namespace, manifest, **options))
+        self._call(calls[kind], name, namespace, manifest, **options)
 
     def port_forward(self, namespace: str, pod: str, port: int) -> socket.socket:
         """A socket to a pod's port, through the API server."""

@@ -20,6 +20,7 @@ from clora_operator.decide_sleep import wakes_on_demand
 from clora_operator.kube import Kube
 from clora_operator.links import EngineView, Links
 from clora_operator.observe import Memory, ObservedEngine, ObservedExperiment, lacks_commits, resolve_init
+from clora_operator.pod_trouble import told_trouble
 from clora_operator.priorities import NO_CLASS, PriorityClasses
 from clora_operator.resources import Engine, Experiment, Key, find_condition
 from clora_operator.tenancy import Namespaces
@@ -162,6 +163,7 @@ def rooms(cache: Cache, links: Links, now: datetime) -> list[Room]:
                 max_rank=max_rank,
                 strangers=len(view.occupants() - ours) if view else 0,
                 wakes=wakes and not refused,
+                trouble=told_trouble(engine),
                 draining=engine.spec is not None and engine.spec.drain,
                 max_per_namespace=engine.spec.capacity.max_per_namespace if engine.spec else None,
                 allowed_from=allowed.from_ if allowed else "Same",

@@ -56,6 +56,8 @@ def _assign(claim: Claim, slots: Mapping[Seat, Slots]) -> Assignment:
         if chosen.room.wakes:
             chosen.admit(claim)
             message = f"LoRAEngine {engine}, which sleeps when it is idle, is waking: it loads its model first"
+        if chosen.room.trouble:
+            message = f"LoRAEngine {engine} is not ready: {chosen.room.trouble}"
         return Assignment(engine, reason=Reason.WAITING_FOR_ENGINE, message=message)
     if chosen.free_for(claim) <= 0:
         return _wait(claim, chosen)

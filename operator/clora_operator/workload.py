@@ -15,6 +15,7 @@ from typing import Any
 
 from clora_api import API_VERSION, GROUP
 from clora_api.v1alpha1.engine import EngineSpec
+from clora_operator.pod_trouble import kueue_labels
 from clora_operator.resources import Engine, Meta
 
 PORT = 8080
@@ -136,10 +137,12 @@ def _claim(meta: Meta, spec: EngineSpec) -> Manifest:
 def _stateful_set(meta: Meta, spec: EngineSpec, secret: tuple[str, str], *, replicas: int) -> Manifest:
     template = overlay(_pod_template(meta, spec, secret), spec.pod_template or {})
     template.setdefault("metadata", {}).setdefault("labels", {}).update(labels(meta.name))
+    metadata = _metadata(meta, meta.name)
+    metadata["labels"] |= kueue_labels(meta.labels)
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": _metadata(meta, meta.name),
+        "metadata": metadata,
         "spec": {
             "serviceName": meta.name,
             "replicas": replicas,

@@ -32,7 +32,7 @@ def spec(**fields: Any) -> dict[str, Any]:
 
 
 def test_the_workload(stage: Stage, kube: client.ApiClient) -> None:
-    stage.start_operator()
+    operator = stage.start_operator()
     cluster = stage.cluster
     cluster.create("loraengines", "big", spec())
     apps = client.AppsV1Api(kube)
@@ -68,6 +68,7 @@ def test_the_workload(stage: Stage, kube: client.ApiClient) -> None:
     service = cluster.core.read_namespaced_service("big", cluster.namespace)
     assert service.spec.selector == {"clora.dev/engine": "big"}
     assert status(cluster.get("big", "loraengines"))["endpoint"] == f"http://big.{cluster.namespace}.svc:8080"
+    assert "Traceback" not in operator.log.read_text()
 
 
 def test_an_update_waits_for_its_pod(stage: Stage, kube: client.ApiClient) -> None:
@@ -93,6 +94,27 @@ def test_an_update_waits_for_its_pod(stage: Stage, kube: client.ApiClient) -> No
     after = apps.read_namespaced_stateful_set("big", cluster.namespace)
     assert after.metadata.generation == before.metadata.generation + 1
     assert cluster.core.read_namespaced_secret("big-token", cluster.namespace).data == token
+
+
+def test_a_pod_that_waits_for_quota_is_queued_and_no_error(stage: Stage, kube: client.ApiClient) -> None:
+    """Gated as Kueue gates a pod that its queue has no quota for."""
+    stage.start_operator()
+    cluster = stage.cluster
+    gated = spec(podTemplate={"spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}})
+    labels = {"kueue.x-k8s.io/queue-name": "research"}
+    cluster.create("loraengines", "main", gated, labels=labels)
+    cluster.experiment("one")
+    cluster.wait_reason("main", "Ready", "Queued", plural="loraengines")
+    message = "LoRAEngine main is not ready: pod main-0 waits in Kueue's queue research: it starts when the queue"
+    cluster.wait("one", lambda o: condition(o, "Attached").get("message", "").startswith(message), message)
+    workload = client.AppsV1Api(kube).read_namespaced_stateful_set("main", cluster.namespace)
+    assert workload.metadata.labels.items() >= labels.items()
+    events = cluster.core.list_namespaced_event(cluster.namespace, field_selector="involvedObject.name=main").items
+    assert "Queued" in {event.reason for event in events if event.type == "Normal"}
+    assert not [event.reason for event in events if event.type == "Warning" and event.reason == "Queued"]
+    admitted = {"spec": {"schedulingGates": [{"$patch": "delete", "name": "kueue.x-k8s.io/admission"}]}}
+    cluster.core.patch_namespaced_pod("main-0", cluster.namespace, admitted)
+    cluster.wait_reason("main", "Ready", "Starting", plural="loraengines")
 
 
 def test_drift_is_put_right(stage: Stage, kube: client.ApiClient) -> None:

@@ -49,7 +49,7 @@ class Reason(StrEnum):
     PRIORITY_CLASS_NOT_ALLOWED = "PriorityClassNotAllowed"  # its value is above those that users may define
     PRIORITY_CLASS_UNREADABLE = "PriorityClassUnreadable"  # the operator may not read PriorityClasses
     # Attached / Progressing (experiments)
-    QUEUED = "Queued"  # the engine is full
+    QUEUED = "Queued"  # the engine is full; of an engine: its pod waits for quota, in Kueue's queue say
     PREEMPTED = "Preempted"  # one of a higher priority has taken its slot; it resumes from its last commit
     ENGINE_DRAINING = "EngineDraining"  # its engine's spec.drain is true
     WAITING_FOR_INIT = "WaitingForInit"  # the experiment that initFrom names has not finished
@@ -73,6 +73,8 @@ class Reason(StrEnum):
     # Engines
     SERVING = "Serving"
     STARTING = "Starting"
+    POD_UNSCHEDULABLE = "PodUnschedulable"  # its pod finds no node
+    POD_FAILING = "PodFailing"  # its pod's container cannot start, or ends again and again
     UNREACHABLE = "Unreachable"
     UNAUTHORIZED = "Unauthorized"
     TOKEN_NOT_FOUND = "TokenNotFound"  # noqa: S105
