@@ -98,7 +98,7 @@ def test_an_update_waits_for_its_pod(stage: Stage, kube: client.ApiClient) -> No
 
 def test_a_pod_that_waits_for_quota_is_queued_and_no_error(stage: Stage, kube: client.ApiClient) -> None:
     """Gated as Kueue gates a pod that its queue has no quota for."""
-    stage.start_operator()
+    stage.start_operator(QUEUE_WRITE_SECONDS="1")
     cluster = stage.cluster
     gated = spec(podTemplate={"spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}})
     labels = {"kueue.x-k8s.io/queue-name": "research"}
@@ -113,8 +113,9 @@ def test_a_pod_that_waits_for_quota_is_queued_and_no_error(stage: Stage, kube: c
     assert "Queued" in {event.reason for event in events if event.type == "Normal"}
     assert not [event.reason for event in events if event.type == "Warning" and event.reason == "Queued"]
     admitted = {"spec": {"schedulingGates": [{"$patch": "delete", "name": "kueue.x-k8s.io/admission"}]}}
-    cluster.core.patch_namespaced_pod("main-0", cluster.namespace, admitted)
-    cluster.wait_reason("main", "Ready", "Starting", plural="loraengines")
+    patched = cluster.core.patch_namespaced_pod("main-0", cluster.namespace, admitted)
+    assert not patched.spec.scheduling_gates
+    cluster.wait_reason("main", "Ready", "PodUnschedulable", plural="loraengines")  # the cluster has no node
 
 
 def test_drift_is_put_right(stage: Stage, kube: client.ApiClient) -> None:
