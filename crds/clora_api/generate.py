@@ -179,6 +179,8 @@ def _partial(node: dict[str, Any], *, required: bool = False) -> dict[str, Any]:
     replace the preset's as a whole."""
     dropped = {"default"} if required else {"default", "required"}
     out = {k: v for k, v in node.items() if k not in dropped and not k.startswith("x-kubernetes-")}
+    if node.get("x-kubernetes-int-or-string"):
+        out["type"] = ["integer", "string"]
     if "properties" in node:
         out["properties"] = {name: _partial(sub, required=required) for name, sub in node["properties"].items()}
         out["additionalProperties"] = False

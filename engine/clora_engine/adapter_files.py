@@ -38,10 +38,12 @@ class BaseShapes:
 
     linear      module name in the Hugging Face model -> (input features, output features)
     vocabulary  number of token ids
+    parameters  scalars of the whole model
     """
 
     linear: dict[str, tuple[int, int]]
     vocabulary: int
+    parameters: int
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -64,7 +66,8 @@ class BaseShapes:
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and module is not head
         }
-        return cls(linear, int(config.get_text_config().vocab_size))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return cls(linear, int(config.get_text_config().vocab_size), parameters)
 
 
 def check_adapter(directory: Path, base: BaseShapes, max_rank: int) -> LoraConfig:

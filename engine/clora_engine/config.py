@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from clora_api.v1alpha1.engine import Scheduling
+from clora_api.v1alpha1.engine import MAX_TRAINER_SLOTS, Scheduling
 from clora_api.v1alpha1.experiment import EnvironmentName
 from clora_engine.environments.http_addresses import AllowedHost
 
@@ -53,6 +53,8 @@ class EngineConfig:
     trainer_gpus: int = 0  # 0: the CPU
     tokens_per_microbatch: int = 16384
     trainer_threads: int = 1  # of a trainer on the CPU
+    trainer_slots: int | None = None  # adapters in one pass; None: what a measurement says
+    gradient_checkpointing: bool = False
     host_memory_bytes: int | None = None  # limit of the AdapterStore
     dtype: str = "auto"  # of the base model; auto: bfloat16 on GPUs, float32 on CPUs
     versions_root: Path = Path("/dev/shm")  # noqa: S108 - tmpfs: versions are read once and removed
@@ -82,6 +84,20 @@ def quantity(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 4Gi or 500M, for example")
     return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _slots(text: str) -> int | None:
+    if text == "Auto":
+        return None
+    if not text.isdigit() or not 1 <= int(text) <= MAX_TRAINER_SLOTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither Auto nor a number from 1 to {MAX_TRAINER_SLOTS}")
+    return int(text)
+
+
+def _switch(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text == "true"
 
 
 def _volume(text: str) -> tuple[str, Path]:
@@ -153,6 +169,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sampler-threads", type=int, default=cores, help="threads of a sampler on the CPU")
     add("--trainer-gpus", type=int, default=0, choices=(0, 1), help="GPUs that train; 0: the CPU")
     add("--tokens-per-microbatch", type=int, default=16384)
+    add("--trainer-slots", type=_slots, default=None, metavar="N|Auto", help="adapters trained in one pass")
+    add(
+        "--gradient-checkpointing",
+        type=_switch,
+        default=False,
+        metavar="true|false",
+        help="compute layers again in the backward pass, for less memory",
+    )
     add("--trainer-threads", type=int, default=cores, help="threads of a trainer on the CPU")
     add("--host-memory", type=quantity, default=None, dest="host_memory_bytes", help="limit of the AdapterStore")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of the base model")

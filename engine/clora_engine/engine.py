@@ -29,6 +29,7 @@ from clora_engine.server.auth import TokenFile
 from clora_engine.server.metrics import EngineCollector
 from clora_engine.supervisor import Supervisor
 from clora_engine.trainer_client import TrainerClient
+from clora_engine.trainer_memory import host_memory
 from clora_engine.training import Services
 
 log = logging.getLogger(__name__)
@@ -139,16 +140,12 @@ async def _start_trainer(config: EngineConfig, model: Path) -> TrainerClient:
         threads=config.trainer_threads,
         max_rank=config.max_rank,
         tokens_per_microbatch=config.tokens_per_microbatch,
-        host_limit_bytes=config.host_memory_bytes or _host_memory_bytes() // 2,
+        host_limit_bytes=config.host_memory_bytes or host_memory()[0] // 2,
+        slots=config.trainer_slots,
+        max_adapters=config.max_experiments,
+        gradient_checkpointing=config.gradient_checkpointing,
+        spill_directory=str(config.storage),
     )
-
-
-def _host_memory_bytes() -> int:
-    """Memory of the machine, in bytes."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024
-    raise EngineError("/proc/meminfo has no MemTotal")
 
 
 def _sampler_config(config: EngineConfig, model: Path) -> SamplerConfig:

@@ -1,4 +1,4 @@
-"""LoRA layers over a frozen Hugging Face causal LM, and the flat layout of one adapter's matrices.
+"""One adapter's matrices: their flat layout, how they start, and which modules of the base model they belong to.
 
 All matrices of an adapter are views of one flat FP32 vector, so that swapping an adapter, clipping its gradient and its
 AdamW step are each one operation on one vector. A `Layout` says where each matrix lies in it; it depends only on the
@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import regex  # type: ignore[import-untyped]  # the standard re has no time-out
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from clora_engine.errors import UserError
 from clora_engine.types import LoraConfig
@@ -108,77 +105,6 @@ def initialise(layout: Layout, config: LoraConfig, flat: Tensor) -> None:
     generator = torch.Generator().manual_seed(config.seed)
     for a, _ in layout.matrices(flat, config.rank).values():
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-
-
-class _LoraProduct(torch.autograd.Function):
-    """y = x Wᵀ + c + scale (x Aᵀ) Bᵀ for a frozen W: one pass over y forward and one over the gradient of x backward,
-    where separate operations would each read and write them again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
-    ) -> Tensor:
-        x_TI = x.flatten(0, -2)
-        out_TO = functional.linear(x_TI, weight_OI, bias_O)
-        low_TR = functional.linear(x_TI, a_RI).mul_(scale)
-        out_TO.addmm_(low_TR, b_OR.t())
-        ctx.save_for_backward(x_TI, low_TR, weight_OI, a_RI, b_OR)
-        ctx.scale = scale
-        return out_TO.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
-        x_TI, low_TR, weight_OI, a_RI, b_OR = ctx.saved_tensors
-        grad_TO = grad.flatten(0, -2)
-        grad_low_TR = (grad_TO @ b_OR).mul_(ctx.scale)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad_TO @ weight_OI).addmm_(grad_low_TR, a_RI).view(*grad.shape[:-1], -1)
-        return grad_x, None, None, grad_low_TR.t() @ x_TI, grad_TO.t() @ low_TR, None
-
-
-class LoraLinear(nn.Module):
-    """A frozen Linear plus the live slot's update: y = base(x) + alpha / R * (x Aᵀ) Bᵀ.
-
-    `bind` gives it the slot's matrices (FP32 leaves whose .grad are views of the slot's flat gradient) or takes them
-    away; without them it is the base layer. The product runs in the base model's dtype; gradients arrive in FP32.
-    """
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self._update: tuple[Tensor, Tensor, float] | None = None
-
-    def bind(self, a: Tensor, b: Tensor, scale: float) -> None:
-        self._update = (a, b, scale)
-
-    def unbind(self) -> None:
-        self._update = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.base.weight, self.base.bias
-        if self._update is None:
-            return functional.linear(x, weight, bias)
-        a, b, scale = self._update
-        out: Tensor = _LoraProduct.apply(x, weight, bias, a.to(x.dtype), b.to(x.dtype), scale)  # type: ignore[no-untyped-call]
-        return out
-
-
-def wrap_linears(model: nn.Module, output_head: nn.Module) -> dict[str, LoraLinear]:
-    """Replaces every Linear of `model` but the output head by a LoraLinear, in place; name -> layer in model order."""
-    found = [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and m is not output_head]
-    layers = {}
-    for name, module in found:
-        layers[name] = LoraLinear(module)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layers[name])
-    return layers
-
-
-def shapes(layers: Mapping[str, LoraLinear]) -> tuple[ModuleShape, ...]:
-    """The shapes of wrapped layers, in their order."""
-    return tuple(ModuleShape(name, layer.base.in_features, layer.base.out_features) for name, layer in layers.items())
 
 
 # --------------------------------------------------------------------------------------------- target modules

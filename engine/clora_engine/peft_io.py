@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clora_engine import peft_files
+from clora_engine.adapter_state import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, AdapterState
 from clora_engine.errors import CheckpointError, UserError
 from clora_engine.lora import ModuleShape, target_names
 from clora_engine.peft_files import (
@@ -36,7 +37,6 @@ from clora_engine.peft_files import (
     read_tensor,
     weight_key,
 )
-from clora_engine.store import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, AdapterState
 from clora_engine.types import LoraConfig
 
 OPTIMIZER_FILE = "optimizer.safetensors"

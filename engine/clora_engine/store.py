@@ -1,76 +1,57 @@
 """AdapterStore: the state of every adapter on the host, and the slots in which adapters live on the trainer's device.
 
-An adapter's home is host memory: four flat FP32 vectors (master weights, gradient, both Adam moments; pinned where
-there is a GPU) and its step count. To be trained it is swapped into the slot of its rank bucket: a handful of large
-copies, whatever the number of matrices. Only what changed is copied back, and only when another adapter needs the slot
-or somebody reads the host copy.
+An adapter is in one of three states. On the **host**: four flat FP32 vectors (master weights, gradient, both Adam
+moments; pinned where there is a GPU) and its step count. **Live**: also in one of the K slots, where it is trained; a
+swap is a handful of large copies, whatever the number of matrices. Only what changed is copied back, and only when
+another adapter needs the slot or somebody reads the host copy. **Cold**: past the host limit, the adapters that were
+not used for longest are in files, and come back bit for bit.
 
-Tenants share slots one after the other, so a slot is overwritten from end to end at every change of tenant, gaps and
-tail included: nothing of one tenant's numbers is left for the next.
+Every slot takes any adapter that the engine admits. Tenants use slots one after the other, so a slot is overwritten at
+every change of tenant as far as anything was ever written: nothing of one tenant's numbers is left for the next.
 
-Left out for now: more than one slot per bucket, copies that overlap compute, and spilling to disk (a full host is a
-clear error).
+On a GPU copies run on a stream of their own, with one slot more than a pass may use: `prefetch` fills it, and writes
+back what it held, while the passes before it are computed. On a CPU a swap is a copy within memory, overlaps nothing,
+and `prefetch` does nothing.
+
+Files of cold adapters have no name (O_TMPFILE), so that they are nobody else's to read and are gone with the process,
+however it ends. They are not synced: no adapter outlives the process, commits are elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from clora_engine.adapter_state import GRAD, MASTER, VECTORS, AdapterState, state_bytes
 from clora_engine.errors import CapacityError, EngineError
-from clora_engine.lora import Layout, rank_bucket
+from clora_engine.lora import Layout
 from clora_engine.types import LoraConfig
 
-MASTER, GRAD, EXP_AVG, EXP_AVG_SQ = "master", "grad", "exp_avg", "exp_avg_sq"
-VECTORS = (MASTER, GRAD, EXP_AVG, EXP_AVG_SQ)
-FLOAT_BYTES = 4
 
-
-@dataclass(slots=True)
-class AdapterState:
-    """One adapter on the host. `vectors` holds the four flat vectors (FP32, layout.numel); `step` counts optimizer
-    steps. While `grad_is_zero` the gradient vector's contents mean nothing: it is zero without being written."""
-
-    config: LoraConfig
-    layout: Layout
-    vectors: dict[str, Tensor]
-    step: int = 0
-    grad_is_zero: bool = True
-
-    @classmethod
-    def zeros(cls, config: LoraConfig, layout: Layout, *, pinned: bool) -> AdapterState:
-        """A state of zeros: initialise or fill `vectors["master"]` next."""
-        vectors = {name: torch.zeros(layout.numel, dtype=torch.float32, pin_memory=pinned) for name in VECTORS}
-        return cls(config, layout, vectors)
-
-    @property
-    def host_bytes(self) -> int:
-        return len(VECTORS) * self.layout.numel * FLOAT_BYTES
-
-    @property
-    def scale(self) -> float:
-        return self.config.alpha / self.config.rank
-
-
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """Device buffers for one live adapter of a rank bucket, large enough for any choice of target modules.
+    """Device buffers for one live adapter, large enough for any that is admitted.
 
     `matrices` are leaves over the master buffer whose .grad lie over the gradient buffer, so that backward passes
-    accumulate straight into it. `dirty` names the vectors that differ from the owner's host copy.
+    accumulate straight into it. `dirty` names the vectors that differ from the owner's host copy. Beyond `written` the
+    buffers hold zeros. `filled`: when its copies are done, on a GPU.
     """
 
     buffers: dict[str, Tensor]
     owner: str | None = None
     dirty: set[str] = field(default_factory=set)
+    written: int = 0
+    filled: torch.cuda.Event | None = None
     _views: dict[Layout, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     @classmethod
-    def allocate(cls, capacity: int, device: torch.device) -> Slot:
-        return cls({name: torch.zeros(capacity, dtype=torch.float32, device=device) for name in VECTORS})
+    def allocate(cls, floats: int, device: torch.device) -> Slot:
+        return cls({name: torch.zeros(floats, dtype=torch.float32, device=device) for name in VECTORS})
 
     def vector(self, name: str, layout: Layout) -> Tensor:
         """The part of a buffer that an adapter of this layout uses (layout.numel)."""
@@ -88,50 +69,86 @@ class Slot:
             self._views[layout] = leaves
         return self._views[layout]
 
+    def fill(self, state: AdapterState) -> None:
+        """Overwrites all that was ever written with this state."""
+        used, before = state.layout.numel, self.written
+        self.written = max(used, before)
+        for name, buffer in self.buffers.items():
+            buffer[used:before].zero_()
+            if name == GRAD and state.grad_is_zero:
+                buffer[:used].zero_()
+            else:
+                buffer[:used].copy_(state.vectors[name], non_blocking=True)
+        self.written = used
+        self.dirty.clear()
+
     def clear(self) -> None:
         """Zeroes every buffer to its end; the slot has no owner afterwards."""
         for buffer in self.buffers.values():
             buffer.zero_()
-        self.owner = None
+        self.owner, self.written = None, 0
         self.dirty.clear()
 
 
 class AdapterStore:
     """All adapters of one trainer process. Not thread-safe: the trainer serves one command at a time.
 
-    slot_capacity: rank bucket -> floats that a slot of this bucket must hold (all linear layers targeted).
-    host_limit_bytes: the most that all adapters together may take on the host.
+    slots: adapters that a pass may use together. slot_floats: what one vector of the largest adapter takes.
+    host_limit_bytes: the most that adapters together may take in host memory. spill_directory: where the others go;
+    without one they are refused.
     """
 
-    def __init__(self, *, device: torch.device, slot_capacity: Callable[[int], int], host_limit_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        slots: int,
+        slot_floats: int,
+        host_limit_bytes: int,
+        spill_directory: Path | None = None,
+    ) -> None:
         self.device = device
         self.pinned = device.type == "cuda"
-        self._slot_capacity = slot_capacity
+        self._slots: list[Slot] = []
+        self.slots = slots
+        self._slot_floats = slot_floats
         self._host_limit_bytes = host_limit_bytes
-        self._states: dict[str, AdapterState] = {}
-        self._slots: dict[int, Slot] = {}
+        self._spill_directory = spill_directory
+        self._states: dict[str, AdapterState] = {}  # in the order of use, the latest last
+        self._in_pass: frozenset[str] = frozenset()
+        self._copies = torch.cuda.Stream(device) if self.pinned else None  # type: ignore[no-untyped-call]
+
+    @property
+    def slots(self) -> int:
+        """Adapters that a pass may use together. With fewer than before, adapters leave the slots that go."""
+        return self._capacity - self.pinned
+
+    @slots.setter
+    def slots(self, slots: int) -> None:
+        self._capacity = slots + self.pinned  # one to prefetch into
+        for slot in self._slots[self._capacity :]:
+            if slot.owner is not None:
+                self.sync(slot.owner)
+        del self._slots[self._capacity :]
 
     def __contains__(self, adapter: str) -> bool:
         return adapter in self._states
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that all adapters take together."""
-        return sum(state.host_bytes for state in self._states.values())
+        """Host memory that the adapters take that are not cold."""
+        return sum(state.host_bytes for state in self._states.values() if state.cold is None)
+
+    # ------------------------------------------------------------------------------------- adapters
 
     def new_state(self, config: LoraConfig, layout: Layout, *, replacing: str | None = None) -> AdapterState:
         """Allocates a state that fits the limit (counting without the adapter it will replace) but is not stored yet.
 
-        Raises CapacityError when the host limit would be passed.
+        Raises CapacityError when the host limit would be passed and nothing can be spilled.
         """
-        needed = len(VECTORS) * layout.numel * FLOAT_BYTES
-        freed = self._states[replacing].host_bytes if replacing in self._states else 0
-        held = self.host_bytes - freed
-        if held + needed > self._host_limit_bytes:
-            raise CapacityError(
-                f"the adapter needs {needed} bytes of host memory, and {held} of {self._host_limit_bytes} are taken; "
-                "delete an adapter, choose a lower rank, or raise the trainer's host limit"
-            )
+        replaced = self._states.get(replacing) if replacing else None
+        freed = replaced.host_bytes if replaced is not None and replaced.cold is None else 0
+        self._make_room(state_bytes(layout) - freed, keep={replacing} if replacing else set())
         return AdapterState.zeros(config, layout, pinned=self.pinned)
 
     def put(self, adapter: str, state: AdapterState) -> None:
@@ -141,7 +158,7 @@ class AdapterStore:
         self._states[adapter] = state
 
     def state(self, adapter: str) -> AdapterState:
-        """The adapter's record. Its vectors may be older than the slot's: see `sync`."""
+        """The adapter's record. Its vectors may be older than the slot's, or cold: see `sync`."""
         try:
             return self._states[adapter]
         except KeyError:
@@ -150,49 +167,129 @@ class AdapterStore:
     def delete(self, adapter: str) -> None:
         """Forgets the adapter and zeroes its slot."""
         state = self.state(adapter)
-        slot = self._slots.get(state.layout.bucket)
-        if slot is not None and slot.owner == adapter:
-            slot.clear()
+        slot = self._slot_of(adapter)
+        if slot is not None:
+            with self._copying(slot):
+                slot.clear()
+        if state.cold is not None:
+            state.cold.close()
         del self._states[adapter]
+
+    def _make_room(self, needed: int, keep: Collection[str]) -> None:
+        """Spills the adapters that were not used for longest until `needed` more bytes fit into host memory."""
+        limit = self._host_limit_bytes
+        for adapter in [name for name, state in self._states.items() if state.cold is None and name not in keep]:
+            if self.host_bytes + needed <= limit or self._spill_directory is None:
+                break
+            self._spill(adapter, self._spill_directory)
+        if self.host_bytes + needed > limit:
+            raise CapacityError(
+                f"adapters need {needed} more bytes of host memory, and {self.host_bytes} of {limit} are taken; "
+                "delete an adapter, choose a lower rank, or raise the trainer's host limit"
+            )
+
+    def _spill(self, adapter: str, directory: Path) -> None:
+        state = self.sync(adapter)
+        try:
+            state.cool(directory)
+        except OSError as error:
+            raise CapacityError(
+                f"the trainer's host limit is reached, and the file for an idle adapter cannot be written: "
+                f"{error.strerror}; make room on the engine's storage or raise the host limit"
+            ) from error
+        slot = self._slot_of(adapter)
+        if slot is not None:
+            slot.owner = None
+
+    def _used(self, adapter: str, keep: Collection[str]) -> AdapterState:
+        """The state, in host memory and last in the order of use."""
+        state = self.state(adapter)
+        if state.cold is not None:
+            self._make_room(state.host_bytes, keep={adapter, *keep})
+            state.warm(pinned=self.pinned)
+        self._states[adapter] = self._states.pop(adapter)
+        return state
 
     # ------------------------------------------------------------------------------------- swapping
 
-    def swap_in(self, adapter: str) -> Slot:
-        """The slot in which the adapter lives now; what changed of another tenant that held it is copied back first."""
-        state = self.state(adapter)
-        slot = self._slot(state.config.rank)
-        if slot.owner == adapter:
-            return slot
-        if slot.owner is not None:
-            self.sync(slot.owner)
-        slot.owner = None
-        for name, buffer in slot.buffers.items():
-            used, tail = buffer[: state.layout.numel], buffer[state.layout.numel :]
-            tail.zero_()
-            if name == GRAD and state.grad_is_zero:
-                used.zero_()
-            else:
-                used.copy_(state.vectors[name], non_blocking=True)
-        slot.owner = adapter
-        slot.dirty.clear()
-        return slot
+    def swap_in(self, adapters: Sequence[str]) -> list[Slot]:
+        """The slots in which these adapters (at most `slots`) live for the pass to come; what changed of others that
+        held them is copied back first."""
+        self._in_pass = frozenset(adapters)
+        slots = [self._live(adapter) for adapter in adapters]
+        for slot in slots:
+            if slot.filled is not None:
+                torch.cuda.current_stream(self.device).wait_event(slot.filled)
+        return slots
+
+    def prefetch(self, adapter: str) -> None:
+        """Brings the adapter into the spare slot while the device computes; to be called before the pass is queued
+        that it shall overlap. Does nothing on a CPU, for an unknown adapter, or where memory does not allow it."""
+        state = self._states.get(adapter)
+        if self._copies is not None and state is not None and state.cold is None:
+            self._live(adapter)
 
     def sync(self, adapter: str) -> AdapterState:
         """Copies back what changed in the adapter's slot, so that the host's vectors are current; the adapter stays."""
-        state = self.state(adapter)
-        slot = self._slots.get(state.layout.bucket)
-        if slot is None or slot.owner != adapter:
-            return state
+        state = self._used(adapter, self._in_pass)
+        slot = self._slot_of(adapter)
+        if slot is not None:
+            with self._copying(slot):
+                self._write_back(slot)
+        if self._copies is not None:
+            self._copies.synchronize()
+        return state
+
+    def _live(self, adapter: str) -> Slot:
+        state = self._used(adapter, self._in_pass)
+        slot = self._slot_of(adapter)
+        if slot is None:
+            slot = self._free_slot(adapter)
+            with self._copying(slot):
+                self._write_back(slot)
+                slot.owner = None  # until all of it is the new one's
+                slot.fill(state)
+                slot.owner = adapter
+        return slot
+
+    def _write_back(self, slot: Slot) -> None:
+        if slot.owner is None:
+            return
+        state = self._states[slot.owner]
         for name in sorted(slot.dirty):
             if not (name == GRAD and state.grad_is_zero):
                 state.vectors[name].copy_(slot.vector(name, state.layout), non_blocking=True)
-        if slot.dirty and self.pinned:
-            torch.cuda.current_stream(self.device).synchronize()
         slot.dirty.clear()
-        return state
 
-    def _slot(self, rank: int) -> Slot:
-        bucket = rank_bucket(rank)
-        if bucket not in self._slots:
-            self._slots[bucket] = Slot.allocate(self._slot_capacity(bucket), self.device)
-        return self._slots[bucket]
+    def _slot_of(self, adapter: str) -> Slot | None:
+        return next((slot for slot in self._slots if slot.owner == adapter), None)
+
+    def _free_slot(self, adapter: str) -> Slot:
+        """One without an owner, a new one, or that of the adapter which was not used for longest and is not needed."""
+        free = next((slot for slot in self._slots if slot.owner is None), None)
+        if free is not None:
+            return free
+        if len(self._slots) < self._capacity:
+            self._slots.append(Slot.allocate(self._slot_floats, self.device))
+            return self._slots[-1]
+        owners = {slot.owner: slot for slot in self._slots}
+        idle = next(name for name in self._states if name in owners and name not in self._in_pass and name != adapter)
+        return owners[idle]
+
+    def _copying(self, slot: Slot) -> AbstractContextManager[object]:
+        """Copies made within run on their own stream on a GPU, after all that was asked of the device before."""
+        return nullcontext() if self._copies is None else _Copying(self._copies, slot, self.device)
+
+
+class _Copying:
+    def __init__(self, stream: torch.cuda.Stream, slot: Slot, device: torch.device) -> None:
+        self._stream, self._slot, self._device = stream, slot, device
+        self._within = torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._within.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        self._slot.filled = self._stream.record_event()
+        self._within.__exit__(*error)

@@ -1,36 +1,39 @@
-"""The trainer: forward_backward accumulates a gradient, optim_step applies it, for any number of adapters in turn.
+"""The trainer: forward_backward accumulates a gradient, optim_step applies it, for any number of adapters.
 
-One frozen base model, one AdapterStore. Each call names its adapter, which is swapped into its slot if it is not there;
+One frozen base model, one AdapterStore. Each call names its adapter, which is swapped into a slot if it is not in one;
 its gradient stays with it until its own optim_step, whatever other adapters do in between. With the same batches,
-shapes and threads an adapter's numbers are the same bit for bit whether it trains alone or between others.
+shapes and threads an adapter's numbers are the same bit for bit whether it trains alone or between others. Joined in
+one pass with others they are the same up to the rounding of sums: a matrix product of more rows may add in another
+order. What the others are given, and even that it is not a number, changes nothing.
 
-A call that fails (a bad batch, memory that ran out) leaves the adapter as it was before the call.
+A call that fails (a bad batch, memory that ran out) leaves the adapter as it was before the call, and all others too.
 
-Left out for now: several adapters in one pass, and more than one device.
+Left out: more than one device.
 """
 
 from __future__ import annotations
 
-import math
+import logging
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from clora_engine import peft_io
+from clora_engine.adapter_state import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, VECTORS, AdapterState
 from clora_engine.errors import CapacityError, EngineError, UserError
 from clora_engine.lora import Layout, ModuleShape, initialise, match_targets, rank_bucket
-from clora_engine.losses import TrainedTokens, loss_sum, metric_sums
-from clora_engine.store import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, VECTORS, AdapterState, AdapterStore, Slot
+from clora_engine.store import AdapterStore, Slot
+from clora_engine.trainer_adam import adam_step, check_adam
 from clora_engine.trainer_base import BaseModel
-from clora_engine.trainer_packing import MicroBatch, check_loss, check_rows, micro_batches, trained_selection
+from clora_engine.trainer_lora import Live
+from clora_engine.trainer_packing import check_loss, check_rows, longest, micro_batches, plain_tokens
+from clora_engine.trainer_pass import Request, accumulate
 from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
 
-CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+log = logging.getLogger("clora.trainer")
 
 
 class Trainer:
@@ -38,23 +41,51 @@ class Trainer:
 
     base: the wrapped model. model_name: what exports name as their base model. max_rank: the highest rank accepted.
     tokens_per_microbatch: positions computed in one pass, padding included; a prompt and a completion of it must fit.
-    host_limit_bytes: for all adapters.
+    host_limit_bytes: for all adapters; what is beyond goes to files in spill_directory, or is refused without one.
+    slots: adapters on the device at once, and so in one pass. share: shared prompts and merged twins; without it every
+    completion is a row of its own (for comparisons: it only costs).
     """
 
     def __init__(
-        self, base: BaseModel, *, model_name: str, max_rank: int, tokens_per_microbatch: int, host_limit_bytes: int
+        self,
+        base: BaseModel,
+        *,
+        model_name: str,
+        max_rank: int,
+        tokens_per_microbatch: int,
+        host_limit_bytes: int,
+        slots: int = 1,
+        spill_directory: Path | None = None,
+        share: bool = True,
     ) -> None:
         self._base = base
         self._model_name = model_name
-        self._max_rank = max_rank
-        self._tokens_per_microbatch = tokens_per_microbatch
+        self.max_rank = max_rank
+        self.tokens_per_microbatch = tokens_per_microbatch
+        self._share = share
         self._layouts: dict[tuple[tuple[ModuleShape, ...], int], Layout] = {}
         self.store = AdapterStore(
             device=base.device,
-            slot_capacity=lambda bucket: self._layout(base.modules, bucket).numel,
+            slots=slots,
+            slot_floats=self._layout(base.modules, rank_bucket(max_rank)).numel,
             host_limit_bytes=host_limit_bytes,
+            spill_directory=spill_directory,
         )
-        self._bound: tuple[Slot, Layout, float] | None = None
+        self._bound: list[tuple[Slot, Layout, float]] = []
+
+    @property
+    def longest_row(self) -> int:
+        """The longest prompt and completion together, in tokens."""
+        return min(self._base.max_positions, self.tokens_per_microbatch)
+
+    @property
+    def slots(self) -> int:
+        """Adapters that one pass can train."""
+        return self.store.slots
+
+    @slots.setter
+    def slots(self, slots: int) -> None:
+        self.store.slots = slots
 
     # ------------------------------------------------------------------------------------- life of an adapter
 
@@ -118,51 +149,54 @@ class Trainer:
     def forward_backward(self, adapter: str, rows: Sequence[Row], loss: Loss) -> ForwardBackwardResult:
         """Adds the gradient of `loss` over `rows` to the adapter's; all or nothing.
 
-        Raises UserError for a bad batch and CapacityError when the device's memory does not hold it.
+        Raises UserError for a bad batch and CapacityError when the device's memory does not hold its longest row.
         """
-        started = time.perf_counter()
-        check_loss(loss)
-        self._check(rows)
-        if not any(weight for row in rows for completion in row.completions for weight in completion.weights):
-            raise UserError("no token of the batch has a weight: there is nothing to train on", field="rows")
-        batches = micro_batches(rows, self._tokens_per_microbatch)
-        state = self.store.state(adapter)
-        before = None if state.grad_is_zero else self.store.sync(adapter).vectors[GRAD]
-        slot = self._activate(adapter)
-        state.grad_is_zero = False
-        try:
-            sums, trained, tokens = self._accumulate(batches, rows, loss)
-        except torch.OutOfMemoryError as error:
-            self._restore_gradient(state, slot, before)
-            raise CapacityError(
-                f"the device's memory does not hold {max(batch.tokens for batch in batches)} tokens at once; lower "
-                "trainer.tokensPerMicroBatch or the lengths of prompts and completions",
-                reason="TrainerOutOfMemory",
-            ) from error
-        except BaseException:
-            self._restore_gradient(state, slot, before)
-            raise
-        slot.dirty.add(GRAD)
-        return ForwardBackwardResult(
-            loss=sums.pop("loss"),
-            metrics={name: value / trained for name, value in sums.items()},
-            tokens=tokens,
-            seconds=time.perf_counter() - started,
-        )
+        (outcome,) = self.forward_backward_joined([Request(adapter, rows, loss)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def forward_backward_joined(self, requests: Sequence[Request]) -> list[ForwardBackwardResult | Exception]:
+        """forward_backward for several adapters in one pass, at most as many as there are slots; each adapter once.
+
+        An answer for each: its result, or what forward_backward would raise. When the joined pass fails, nothing of it
+        remains and every call is made alone, so that a call fails by its own fault only. Its seconds are those of the
+        pass that made it.
+        """
+        assert len({request.adapter for request in requests}) == len(requests) <= self.slots
+        outcomes: list[ForwardBackwardResult | Exception | None] = [self._fault(request) for request in requests]
+        good = [n for n, outcome in enumerate(outcomes) if outcome is None]
+        if len(good) > 1:
+            try:
+                results = self._run([requests[n] for n in good], self.tokens_per_microbatch)
+            except Exception as error:
+                log.info("a pass of %d adapters failed and is made one by one: %s", len(good), error)
+            else:
+                for n, result in zip(good, results, strict=True):
+                    outcomes[n] = result
+                good = []
+        for n in good:
+            self._free_device()
+            try:
+                outcomes[n] = self._alone(requests[n])
+            except Exception as error:
+                outcomes[n] = error
+        return [outcome for outcome in outcomes if outcome is not None]
 
     def forward(self, adapter: str, rows: Sequence[Row], *, temperature: float = 1.0) -> list[list[list[float]]]:
         """Log-probs of every completion token, nats: row -> completion -> token. Weights play no part."""
         check_loss(Loss(name="CrossEntropy", denominator=1.0, temperature=temperature))
         self._check(rows)
         result: list[list[list[float]]] = [[[] for _ in row.completions] for row in rows]
-        self._activate(adapter)
+        self._activate([adapter])
         with torch.no_grad():
-            for batch in micro_batches(rows, self._tokens_per_microbatch):
+            for batch in micro_batches([rows], self.tokens_per_microbatch, share=self._share):
                 everything = torch.arange(len(batch.target_T))
                 logprobs = self._base.logprobs(batch, everything, temperature)[0].tolist()
-                for place in batch.places:
-                    length = len(rows[place.row].completions[place.completion].ids)
-                    result[place.row][place.completion] = logprobs[place.start : place.start + length]
+                for part in batch.parts:
+                    for place in part.places:
+                        length = len(rows[place.row].completions[place.completion].ids)
+                        result[place.row][place.completion] = logprobs[place.start : place.start + length]
         return result
 
     def optim_step(self, adapter: str, adam: AdamParams) -> OptimResult:
@@ -172,15 +206,11 @@ class Trainer:
         """
         started = time.perf_counter()
         check_adam(adam)
+        (slot,) = self._activate([adapter])
         state = self.store.state(adapter)
-        slot = self._activate(adapter)
         master, grad, exp_avg, exp_avg_sq = (slot.vector(name, state.layout) for name in VECTORS)
-        norm = float(torch.linalg.vector_norm(grad))
-        finite = math.isfinite(norm)
+        norm, finite = adam_step(master, grad, exp_avg, exp_avg_sq, state.step, adam)
         if finite:
-            if 0 < adam.grad_clip_norm < norm:
-                grad.mul_(adam.grad_clip_norm / (norm + CLIP_EPS))
-            _adamw(master, grad, exp_avg, exp_avg_sq, state.step, adam)
             state.step += 1
             slot.dirty |= {MASTER, EXP_AVG, EXP_AVG_SQ}
         grad.zero_()
@@ -193,52 +223,77 @@ class Trainer:
     def _check(self, rows: Sequence[Row]) -> None:
         # A sequence longer than a micro-batch would need memory that nobody planned for, and on a CPU running out of
         # memory ends the process for every tenant.
-        limit = min(self._base.max_positions, self._tokens_per_microbatch)
-        check_rows(rows, vocabulary=self._base.vocabulary, max_positions=limit)
+        check_rows(rows, vocabulary=self._base.vocabulary, max_positions=self.longest_row)
 
-    def _accumulate(
-        self, batches: list[MicroBatch], rows: Sequence[Row], loss: Loss
-    ) -> tuple[dict[str, float], int, int]:
-        """Backward through every micro-batch: sums of the loss and the metrics, tokens trained, positions computed."""
-        sums, trained, tokens = defaultdict[str, float](float), 0, 0
-        for batch in batches:
-            done = self._backward(batch, rows, loss)
-            if done is not None:
-                for name, value in done[0].items():
-                    sums[name] += value
-                trained += done[1]
-                tokens += batch.tokens
-        return sums, trained, tokens
+    def _fault(self, request: Request) -> EngineError | None:
+        """What is wrong with a call before anything is computed."""
+        try:
+            self.store.state(request.adapter)
+            check_loss(request.loss)
+            self._check(request.rows)
+            if not plain_tokens(request.rows):
+                raise UserError("no token of the batch has a weight: there is nothing to train on", field="rows")
+        except EngineError as error:
+            return error
+        return None
 
-    def _backward(self, batch: MicroBatch, rows: Sequence[Row], loss: Loss) -> tuple[dict[str, float], int] | None:
-        """One pass: the loss's and the metrics' sums over the batch's trained tokens, and how many these are."""
-        chosen = trained_selection(batch, rows)
-        if chosen is None:
-            return None
-        logprobs_H, entropies_H = self._base.logprobs(batch, chosen.head_H, loss.temperature)
-        index_N = chosen.index_N.to(logprobs_H.device)
-        logprobs_N, entropies_N = logprobs_H[index_N], entropies_H[index_N]
-        tokens = TrainedTokens(*chosen.columns_3N.to(logprobs_N))
-        loss_value = loss_sum(loss, logprobs_N, tokens)
-        loss_value.backward()  # type: ignore[no-untyped-call]
-        sums = {"loss": loss_value.detach().double()} | metric_sums(loss, logprobs_N, entropies_N, tokens)
-        return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)), len(index_N)
+    def _alone(self, request: Request) -> ForwardBackwardResult:
+        """One call by itself, in smaller and smaller micro-batches where memory runs out."""
+        budget, smallest = self.tokens_per_microbatch, longest(request.rows)
+        while True:
+            try:
+                return self._run([request], budget)[0]
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            # Out of the handler the failed pass's tensors are free.
+            self._free_device()
+            if budget <= smallest:
+                raise CapacityError(
+                    f"the device's memory does not hold a row of {smallest} tokens, the longest of the batch: shorten "
+                    "prompts or completions, or switch on the engine's trainer.gradientCheckpointing",
+                    reason="TrainerOutOfMemory",
+                )
+            budget = max(smallest, budget // 2)
+            log.warning("out of memory: tried again with micro-batches of %d tokens", budget)
 
-    def _activate(self, adapter: str) -> Slot:
-        """Swaps the adapter in and points the LoRA layers at its slot."""
-        slot, state = self.store.swap_in(adapter), self.store.state(adapter)
-        target = (slot, state.layout, state.scale)
-        if self._bound is None or self._bound[0] is not slot or self._bound[1:] != target[1:]:
-            matrices = slot.matrices(state.layout)
-            for name, layer in self._base.layers.items():
-                if name in matrices:
-                    layer.bind(*matrices[name], state.scale)
-                else:
-                    layer.unbind()
+    def _run(self, requests: Sequence[Request], budget: int) -> list[ForwardBackwardResult]:
+        """All calls in the same micro-batches; when it raises, every gradient is as before."""
+        started = time.perf_counter()
+        batches = micro_batches([r.rows for r in requests], budget, trained_only=True, share=self._share)
+        before = {r.adapter: self._gradient(r.adapter) for r in requests}
+        slots = self._activate([r.adapter for r in requests])
+        try:
+            for request in requests:
+                self.store.state(request.adapter).grad_is_zero = False
+            totals = accumulate(self._base, batches, requests)
+        except BaseException:
+            for request, slot in zip(requests, slots, strict=True):
+                self._restore_gradient(request.adapter, slot, before[request.adapter])
+            raise
+        for slot in slots:
+            slot.dirty.add(GRAD)
+        seconds = time.perf_counter() - started
+        return [t.result(r, seconds=seconds, adapters=len(requests)) for r, t in zip(requests, totals, strict=True)]
+
+    def _activate(self, adapters: Sequence[str]) -> list[Slot]:
+        """Swaps the adapters in and points the LoRA layers at their slots."""
+        slots = self.store.swap_in(adapters)
+        states = [self.store.state(adapter) for adapter in adapters]
+        target = [(slot, state.layout, state.scale) for slot, state in zip(slots, states, strict=True)]
+        if self._bound != target:
+            lives = [Live(s.matrices(state.layout), state.scale) for s, state in zip(slots, states, strict=True)]
+            self._base.bind(lives)
             self._bound = target
-        return slot
+        return slots
 
-    def _restore_gradient(self, state: AdapterState, slot: Slot, before: Tensor | None) -> None:
+    def _gradient(self, adapter: str) -> Tensor | None:
+        """The gradient so far (host), None when it is zero."""
+        zero = self.store.state(adapter).grad_is_zero
+        return None if zero else self.store.sync(adapter).vectors[GRAD]
+
+    def _restore_gradient(self, adapter: str, slot: Slot, before: Tensor | None) -> None:
+        state = self.store.state(adapter)
         grad = slot.vector(GRAD, state.layout)
         if before is None:
             grad.zero_()
@@ -246,9 +301,13 @@ class Trainer:
         else:
             grad.copy_(before)
 
+    def _free_device(self) -> None:
+        if self._base.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _layout_for(self, config: LoraConfig) -> Layout:
-        if not 1 <= config.rank <= self._max_rank:
-            raise UserError(f"lora.rank is {config.rank}; this engine takes 1 to {self._max_rank}", field="lora.rank")
+        if not 1 <= config.rank <= self.max_rank:
+            raise UserError(f"lora.rank is {config.rank}; this engine takes 1 to {self.max_rank}", field="lora.rank")
         if config.alpha < 1:
             raise UserError(f"lora.alpha is {config.alpha}; it must be at least 1", field="lora.alpha")
         return self._layout(match_targets(config.target_modules, self._base.modules), rank_bucket(config.rank))
@@ -277,35 +336,6 @@ class Trainer:
         )
 
 
-def check_adam(adam: AdamParams) -> None:
-    """Raises UserError for AdamW settings without meaning."""
-    for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
-        value = getattr(adam, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise UserError(f"adam.{name} is {value}; it must be a finite number of at least 0", field=f"adam.{name}")
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(adam, name) < 1:
-            raise UserError(f"adam.{name} is {getattr(adam, name)}; it must be in [0, 1)", field=f"adam.{name}")
-    if not (math.isfinite(adam.eps) and adam.eps > 0):
-        # At 0 the padding's update would be 0/0.
-        raise UserError(f"adam.eps is {adam.eps}; it must be a finite number above 0", field="adam.eps")
-
-
-def _adamw(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, adam: AdamParams) -> None:
-    with torch.no_grad():
-        adamw(
-            [master],
-            [grad],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            [torch.tensor(float(step), device=master.device)],
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            lr=adam.learning_rate,
-            beta1=adam.beta1,
-            beta2=adam.beta2,
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-        )
+def is_out_of_memory(error: Exception) -> bool:
+    """Of the device, or of the host: torch has no type for the latter."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

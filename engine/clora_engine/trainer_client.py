@@ -1,8 +1,10 @@
 """TrainerClient: the engine's side of the trainer process.
 
-Commands are queued here and sent one at a time, so that a deleted adapter's queued commands are never run. Calls of
-different adapters keep the order in which they were made. When the process dies, every pending and later call raises
-TrainerDied and `died` is set: the owner ends the epoch; nothing is restarted here.
+Commands are queued here and sent one at a time, so that a deleted adapter's queued commands are never run. An adapter's
+calls keep the order in which they were made. When the turn comes to a forward_backward that is small enough to gain by
+it, those of other adapters that are waiting too join it in one pass; nothing ever waits for others to come. When the
+process dies, every pending and later call raises TrainerDied and `died` is set: the owner ends the epoch; nothing is
+restarted here.
 
 A caller that is cancelled while its command runs does not undo it: a forward_backward still adds its gradient. Such a
 caller must load or delete its adapter before it trains on.
@@ -36,9 +38,12 @@ CLOSE_SECONDS = 10.0
 
 @dataclass(slots=True, eq=False)
 class _Call:
+    """`tokens`: of a forward_backward, about as many positions as it computes; 0 for every other command."""
+
     adapter: str | None
     body: bytes
     future: asyncio.Future[bytes]
+    tokens: int = 0
 
 
 class TrainerClient:
@@ -56,7 +61,8 @@ class TrainerClient:
         self.busy = BusyClock()
         self._process, self._reader, self._writer = process, reader, writer
         self._queue: deque[_Call] = deque()
-        self._current: _Call | None = None
+        self._current: list[_Call] = []
+        self._tokens_per_microbatch = 0
         self._wake = asyncio.Event()
         self._closing = False
         self._task = asyncio.create_task(self._run(), name="trainer-client")
@@ -73,12 +79,18 @@ class TrainerClient:
         max_rank: int,
         tokens_per_microbatch: int,
         host_limit_bytes: int,
+        slots: int | None = 1,
+        max_adapters: int = 1,
+        gradient_checkpointing: bool = False,
+        spill_directory: str | None = None,
     ) -> TrainerClient:
         """Starts the process and loads the base model.
 
         device: "cpu", or "cuda:N", the N-th of the devices visible here. dtype: "float32" or "bfloat16". threads: CPU
-        threads of the process. The other arguments are Trainer's. Raises UserError for a model that cannot be trained
-        and TrainerDied when the process ends before it is ready.
+        threads of the process. slots: as Trainer's, and calls are joined whenever they can; None: as many as pay by a
+        measurement at the start, for at most max_adapters, and only calls that gain by it are joined. The other
+        arguments are Trainer's. Raises UserError for a model that cannot be trained or does not fit, and TrainerDied
+        when the process ends before it is ready.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -100,7 +112,12 @@ class TrainerClient:
             max_rank=max_rank,
             tokens_per_microbatch=tokens_per_microbatch,
             host_limit_bytes=host_limit_bytes,
+            slots=slots,
+            max_adapters=max_adapters,
+            gradient_checkpointing=gradient_checkpointing,
+            spill_directory=spill_directory,
         )
+        client._tokens_per_microbatch = tokens_per_microbatch
         try:
             client.info = await client._call(None, command, protocol.StartInfo)
         except BaseException:
@@ -124,7 +141,9 @@ class TrainerClient:
         return await self._call(adapter, command, AdapterInfo)
 
     async def forward_backward(self, adapter: str, rows: list[Row], loss: Loss) -> ForwardBackwardResult:
-        return await self._call(adapter, protocol.ForwardBackward(adapter, rows, loss), ForwardBackwardResult)
+        tokens = sum(len(row.prompt) + sum(len(one.ids) for one in row.completions) for row in rows)
+        command = protocol.ForwardBackward(adapter, rows, loss)
+        return await self._call(adapter, command, ForwardBackwardResult, tokens=max(tokens, 1))
 
     async def forward(self, adapter: str, rows: list[Row], *, temperature: float = 1.0) -> list[list[list[float]]]:
         return await self._call(adapter, protocol.Forward(adapter, rows, temperature), list[list[list[float]]])
@@ -141,8 +160,8 @@ class TrainerClient:
     async def delete(self, adapter: str) -> None:
         """Deletes the adapter. Its calls that have no answer yet fail with EngineError (AdapterDeleted): those still
         queued are not run, and the result of one that runs is dropped."""
-        for call in (*self._queue, self._current):
-            if call is not None and call.adapter == adapter and not call.future.done():
+        for call in (*self._queue, *self._current):
+            if call.adapter == adapter and not call.future.done():
                 call.future.set_exception(
                     EngineError(f"adapter {adapter!r} was deleted meanwhile", reason="AdapterDeleted")
                 )
@@ -161,13 +180,19 @@ class TrainerClient:
 
     # ------------------------------------------------------------------------------------- inside
 
-    async def _call(self, adapter: str | None, command: protocol.Command, answer: type[T]) -> T:
+    async def _call(
+        self,
+        adapter: str | None,
+        command: protocol.Command | protocol.ForwardBackward,
+        answer: type[T],
+        tokens: int = 0,
+    ) -> T:
         if self.death is not None or self._closing:
             raise TrainerDied(str(self.death or "the trainer was closed"))
         body = msgspec.msgpack.encode(command)
-        if len(body) > protocol.MAX_FRAME_BYTES:
+        if len(body) > protocol.MAX_FRAME_BYTES // 2:
             raise UserError(f"the batch takes {len(body)} bytes, too many for one call; split it", field="rows")
-        call = _Call(adapter, body, asyncio.get_running_loop().create_future())
+        call = _Call(adapter, body, asyncio.get_running_loop().create_future(), tokens)
         self._queue.append(call)
         self._wake.set()
         return msgspec.msgpack.decode(await call.future, type=answer)
@@ -178,10 +203,11 @@ class TrainerClient:
         try:
             while not lost.done():
                 while self._queue and not lost.done():
-                    call = self._queue.popleft()
-                    if not call.future.done():
+                    self._current = self._take()
+                    if self._current:
                         with self.busy:
-                            await self._exchange(call)
+                            await self._exchange(self._current)
+                        self._current = []
                 self._wake.clear()
                 waiting = asyncio.create_task(self._wake.wait())
                 await asyncio.wait((waiting, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -193,26 +219,48 @@ class TrainerClient:
             self._process.kill()
         self._end(await lost)
 
-    async def _exchange(self, call: _Call) -> None:
-        self._current = call
-        self._writer.write(protocol.header(call.body))
-        self._writer.write(call.body)
+    def _take(self) -> list[_Call]:
+        """Takes the next call off the queue, and those that join it: of other adapters, each its adapter's first that
+        waits, together no more than a micro-batch holds."""
+        waiting = [call for call in self._queue if not call.future.done()]
+        taken, tokens, passed = waiting[:1], waiting[0].tokens if waiting else 0, set[str | None]()
+        if tokens:
+            for call in waiting:
+                fits = tokens + call.tokens <= self._tokens_per_microbatch and len(taken) < self.info.slots
+                small = all(0 < one.tokens < self.info.join_below for one in (taken[0], call))
+                if small and fits and call.adapter not in passed and call is not taken[0]:
+                    taken.append(call)
+                    tokens += call.tokens
+                passed.add(call.adapter)
+        self._queue = deque(call for call in waiting if call not in taken)
+        return taken
+
+    async def _exchange(self, calls: list[_Call]) -> None:
+        body = calls[0].body
+        if calls[0].tokens:
+            then = next((call.adapter for call in self._queue if call.adapter is not None), None)
+            body = msgspec.msgpack.encode(protocol.Joined([msgspec.Raw(call.body) for call in calls], then))
+        self._writer.write(protocol.header(body))
+        self._writer.write(body)
         await self._writer.drain()
         (length,) = protocol.LENGTH.unpack(await self._reader.readexactly(protocol.LENGTH.size))
         reply = msgspec.msgpack.decode(await self._reader.readexactly(length), type=protocol.Reply)
-        self._current = None
-        if call.future.done():
-            return
-        if reply.failure is not None:
-            call.future.set_exception(protocol.error_of(reply.failure))
-        else:
-            call.future.set_result(bytes(reply.result))
+        replies = [reply] * len(calls)
+        if calls[0].tokens and reply.failure is None:
+            replies = msgspec.msgpack.decode(reply.result, type=list[protocol.Reply])
+        for call, answer in zip(calls, replies, strict=True):
+            if call.future.done():
+                continue
+            if answer.failure is not None:
+                call.future.set_exception(protocol.error_of(answer.failure))
+            else:
+                call.future.set_result(bytes(answer.result))
 
     def _end(self, code: int) -> None:
         how = f"by signal {-code}" if code < 0 else f"with status {code}"
         self.death = TrainerDied("the trainer was closed" if self._closing else f"the trainer process ended {how}")
-        for call in (self._current, *self._queue):
-            if call is not None and not call.future.done():
+        for call in (*self._current, *self._queue):
+            if not call.future.done():
                 call.future.set_exception(TrainerDied(str(self.death)))
         self._queue.clear()
         self._writer.close()

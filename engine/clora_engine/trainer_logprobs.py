@@ -21,7 +21,12 @@ CHUNK_ELEMENTS = 1 << 24  # logits in flight: 64 MiB in FP32
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, temperature: float
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_T: Tensor,
+        temperature_T: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         chunk = max(1, CHUNK_ELEMENTS // weight_VD.shape[0])
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
@@ -31,8 +36,8 @@ class _TokenLogProbs(torch.autograd.Function):
         for start in range(0, len(target_T), chunk):
             part = slice(start, start + chunk)
             logits_TV = functional.linear(hidden_TD[part], weight_VD, bias_V).to(wide)
-            if temperature != 1.0:
-                logits_TV /= temperature
+            if temperature_T is not None:
+                logits_TV /= temperature_T[part, None]
             partition_T1 = logits_TV.logsumexp(-1, keepdim=True)
             chosen_T1 = target_T[part, None]
             logprobs_T[part] = (logits_TV.gather(1, chosen_T1) - partition_T1)[:, 0]
@@ -42,7 +47,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 probs_TV.scatter_add_(1, chosen_T1, torch.full_like(partition_T1, -1.0))
                 torch.matmul(probs_TV.to(hidden_TD.dtype), weight_VD, out=directions_TD[part])
         if directions_TD is not None:
-            ctx.save_for_backward(directions_TD.div_(-temperature))
+            divisor = -1.0 if temperature_T is None else -temperature_T[:, None]
+            ctx.save_for_backward(directions_TD.div_(divisor))
         ctx.mark_non_differentiable(entropies_T)
         return logprobs_T, entropies_T
 
@@ -53,13 +59,19 @@ class _TokenLogProbs(torch.autograd.Function):
         return (grad_T[:, None] * directions_TD).to(directions_TD.dtype), None, None, None, None
 
 
-def token_logprobs(hidden_TD: Tensor, head: nn.Linear, target_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden_TD: Tensor, head: nn.Linear, target_T: Tensor, temperature: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """log p(target) and the entropy of p, where p = softmax(head(hidden) / temperature).
 
-    hidden_TD in the model's dtype, target_T int64. Returns logprobs_T (differentiable once in hidden_TD) and
-    entropies_T (not differentiable), both nats, FP32 at least.
+    hidden_TD in the model's dtype, target_T int64, temperature one for all or one per token (T, on the CPU). Returns
+    logprobs_T (differentiable once in hidden_TD) and entropies_T (not differentiable), both nats, FP32 at least.
     """
+    temperatures = torch.as_tensor(temperature, dtype=torch.promote_types(hidden_TD.dtype, torch.float32))
+    # Division by one is exact: leaving it out saves a pass over the logits and changes no bit.
+    ones = bool((temperatures == 1.0).all())
+    temperature_T = None if ones else temperatures.expand(target_T.shape).to(hidden_TD.device)
     result: tuple[Tensor, Tensor] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, head.weight, head.bias, target_T, temperature
+        hidden_TD, head.weight, head.bias, target_T, temperature_T
     )
     return result

@@ -8,6 +8,9 @@ its own weights, sampler log-probs and advantages, and the loss is evaluated for
 whether or not it is linear in the advantage. Rows with the same prompt are joined in the same way.
 
 A row that would pass the budget is cut between completions; the prompt is then computed once per piece.
+
+Several calls of different adapters can be cut together: a micro-batch then holds rows of each, call by call, and
+nothing is ever shared between two calls, neither a row nor a prompt.
 """
 
 # ruff: noqa: N815 (fields carry shape suffixes)
@@ -29,7 +32,7 @@ from clora_engine.types import Completion, Loss, Row
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a completion of the caller's rows is computed: `start` is its first token among the micro-batch's T."""
+    """Where a completion of a call's rows is computed: `start` is its first token among the micro-batch's T."""
 
     row: int
     completion: int
@@ -37,15 +40,26 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What a micro-batch holds of one call: its rows `row_start` to `row_stop` of the B, and their completions."""
+
+    call: int
+    row_start: int
+    row_stop: int
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass. `source_T` is the flat position in B·L whose hidden state predicts token `target_T`."""
+    """One forward pass. `source_T` is the flat position in B·L whose hidden state predicts token `target_T`. `parts`
+    cover the rows in order, one for each call that has some."""
 
     ids_BL: Tensor
     positions_BL: Tensor
     visible_BLL: Tensor  # bool: query position (second axis) sees key position (third)
     source_T: Tensor
     target_T: Tensor
-    places: tuple[Place, ...]
+    parts: tuple[Part, ...]
 
     @property
     def tokens(self) -> int:
@@ -57,56 +71,80 @@ class MicroBatch:
 class _Piece:
     """A prompt and some of its distinct completions: what becomes one packed row."""
 
+    call: int
     prompt: tuple[int, ...]
     completions: list[tuple[int, ...]] = field(default_factory=list)
     owners: list[list[tuple[int, int]]] = field(default_factory=list)  # per completion: (row, completion) of each twin
     length: int = 0
 
 
-def micro_batches(rows: Sequence[Row], tokens_per_microbatch: int) -> list[MicroBatch]:
-    """Cuts checked rows into micro-batches of at most `tokens_per_microbatch` positions, padding included; one prompt
-    with one completion that is longer still gets a micro-batch of its own. Longest first, so that memory runs out at
-    once or not at all. Deterministic in `rows`."""
-    pieces = sorted(_pieces(rows, tokens_per_microbatch), key=lambda piece: -piece.length)
+def micro_batches(
+    calls: Sequence[Sequence[Row]], tokens_per_microbatch: int, *, trained_only: bool = False, share: bool = True
+) -> list[MicroBatch]:
+    """Cuts the checked rows of some calls into micro-batches of at most `tokens_per_microbatch` positions, padding
+    included; one prompt with one completion that is longer still gets a micro-batch of its own. Longest first, so that
+    memory runs out at once or not at all. Deterministic in `calls`.
+
+    trained_only: leaves out completions without any weight. share: without it every completion is a row of its own.
+    """
+    pieces = [
+        piece
+        for call, rows in enumerate(calls)
+        for piece in _pieces(call, rows, tokens_per_microbatch, trained_only, share)
+    ]
+    pieces.sort(key=lambda piece: -piece.length)
     batches: list[list[_Piece]] = []
     for piece in pieces:
         if batches and batches[-1][0].length * (len(batches[-1]) + 1) <= tokens_per_microbatch:
             batches[-1].append(piece)
         else:
             batches.append([piece])
-    return [_assemble(batch) for batch in batches]
+    return [_assemble(sorted(batch, key=lambda piece: piece.call)) for batch in batches]
 
 
-def _pieces(rows: Sequence[Row], budget: int) -> list[_Piece]:
-    owners: dict[tuple[int, ...], dict[tuple[int, ...], list[tuple[int, int]]]] = {}
+def plain_tokens(rows: Sequence[Row]) -> int:
+    """Positions that the trained completions would take with a row for each and no padding."""
+    return sum(len(row.prompt) + len(one.ids) for row in rows for one in row.completions if any(one.weights))
+
+
+def longest(rows: Sequence[Row]) -> int:
+    """The longest prompt with one of its completions: no micro-batch can be smaller."""
+    return max((len(row.prompt) + len(one.ids) for row in rows for one in row.completions), default=0)
+
+
+def _pieces(call: int, rows: Sequence[Row], budget: int, trained_only: bool, share: bool) -> list[_Piece]:
+    owners: dict[object, dict[tuple[int, ...], list[tuple[int, int]]]] = {}
+    prompts: dict[object, tuple[int, ...]] = {}
     for r, row in enumerate(rows):
-        distinct = owners.setdefault(tuple(row.prompt), {})
         for c, completion in enumerate(row.completions):
-            if completion.ids:
-                distinct.setdefault(tuple(completion.ids), []).append((r, c))
+            if completion.ids and (not trained_only or any(completion.weights)):
+                prompt = tuple(row.prompt)
+                key: object = prompt if share else (r, c)
+                prompts[key] = prompt
+                owners.setdefault(key, {}).setdefault(tuple(completion.ids), []).append((r, c))
     pieces = []
-    for prompt, distinct in owners.items():
-        piece = _Piece(prompt, length=len(prompt))
+    for group, distinct in owners.items():
+        prompt = prompts[group]
+        piece = _Piece(call, prompt, length=len(prompt))
         for ids, twins in distinct.items():
             if piece.completions and piece.length + len(ids) > budget:
                 pieces.append(piece)
-                piece = _Piece(prompt, length=len(prompt))
+                piece = _Piece(call, prompt, length=len(prompt))
             piece.completions.append(ids)
             piece.owners.append(twins)
             piece.length += len(ids)
-        if piece.completions:
-            pieces.append(piece)
+        pieces.append(piece)
     return pieces
 
 
 def _assemble(pieces: list[_Piece]) -> MicroBatch:
-    length = pieces[0].length  # the longest: pieces come sorted
+    length = max(piece.length for piece in pieces)
     ids_BL = np.zeros((len(pieces), length), dtype=np.int64)
     positions_BL = np.zeros_like(ids_BL)
     segments_BL = np.full_like(ids_BL, -1)  # 0 the prompt, 1… its completions, -1 padding
     sources: list[NDArray[np.int64]] = []
     targets: list[NDArray[np.int64]] = []
-    places: list[Place] = []
+    places: dict[int, list[Place]] = {}
     start = 0
     for b, piece in enumerate(pieces):
         prompt_end = len(piece.prompt)
@@ -120,12 +158,11 @@ def _assemble(pieces: list[_Piece]) -> MicroBatch:
             positions_BL[b, begin:end] = np.arange(prompt_end, prompt_end + len(ids))
             segments_BL[b, begin:end] = segment
             source = np.arange(begin - 1, end - 1)
-            source[0] = (
-                prompt_end - 1
-            )  # the first token is predicted by the prompt's last, wherever the completion lies
+            # The first token is predicted by the prompt's last, wherever the completion lies.
+            source[0] = prompt_end - 1
             sources.append(b * length + source)
             targets.append(ids_BL[b, begin:end])
-            places += [Place(row, completion, start) for row, completion in twins]
+            places.setdefault(piece.call, []).extend(Place(row, completion, start) for row, completion in twins)
             start += len(ids)
             begin = end
     return MicroBatch(
@@ -134,7 +171,15 @@ def _assemble(pieces: list[_Piece]) -> MicroBatch:
         visible_BLL=_visible(torch.from_numpy(segments_BL)),
         source_T=torch.from_numpy(np.concatenate(sources)),
         target_T=torch.from_numpy(np.concatenate(targets)),
-        places=tuple(places),
+        parts=_parts([piece.call for piece in pieces], places),
+    )
+
+
+def _parts(calls: list[int], places: dict[int, list[Place]]) -> tuple[Part, ...]:
+    """`calls`: the call of each row, in ascending order."""
+    return tuple(
+        Part(call, calls.index(call), calls.index(call) + calls.count(call), tuple(found))
+        for call, found in places.items()
     )
 
 
@@ -150,19 +195,19 @@ def _visible(segments_BL: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TrainedSelection:
-    """The trained tokens of one micro-batch. `head_H` are the distinct tokens (indices into T) whose log-probs are
-    needed; token n of the loss (twins counted each) reads the log-prob at `index_N[n]` of those."""
+    """The trained tokens of one call in a micro-batch. `head_H` are the distinct tokens (indices into T) whose
+    log-probs are needed; token n of the loss (twins counted each) reads the log-prob at `index_N[n]` of those."""
 
     head_H: Tensor
     index_N: Tensor
     columns_3N: Tensor  # weights, sampler log-probs, advantages
 
 
-def trained_selection(batch: MicroBatch, rows: Sequence[Row]) -> TrainedSelection | None:
-    """The tokens of weight ≠ 0, or None when the micro-batch has none. Columns in FP64."""
+def trained_selection(part: Part, rows: Sequence[Row]) -> TrainedSelection | None:
+    """The part's tokens of weight ≠ 0, or None when it has none; `rows` are its call's. Columns in FP64."""
     indices: list[NDArray[np.int64]] = []
     columns: list[NDArray[np.float64]] = []
-    for place in batch.places:
+    for place in part.places:
         completion = rows[place.row].completions[place.completion]
         values = np.array([completion.weights, completion.logprobs, completion.advantages], dtype=np.float64)
         trained = np.flatnonzero(values[0])

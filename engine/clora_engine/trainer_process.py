@@ -1,6 +1,7 @@
 """The trainer as a process of its own: python -m clora_engine.trainer_process --fd N --threads T.
 
-It serves the engine that started it over an inherited socket, one command at a time. A tenant's error is an answer;
+It serves the engine that started it over an inherited socket, one command at a time; a command may hold the calls of
+several adapters, which are then computed together. A tenant's error is an answer;
 only a broken socket or a dead parent ends the process. Logs go to standard error, never to the socket.
 
 Left out: restarting (when the trainer dies the engine's epoch ends) and more than one device.
@@ -23,11 +24,17 @@ import msgspec
 import torch
 
 from clora_engine import trainer_protocol as protocol
+from clora_engine.adapter_files import BaseShapes
 from clora_engine.errors import CheckpointError, EngineError, UserError
 from clora_engine.trainer import Trainer
-from clora_engine.trainer_base import load_base
+from clora_engine.trainer_base import DTYPES, check_checkpoint, load_base
+from clora_engine.trainer_cost import Choice, choose
+from clora_engine.trainer_memory import MemoryPlan, device_free, host_memory
+from clora_engine.trainer_pass import Request
 
 log = logging.getLogger("clora.trainer")
+
+AUTO_SLOTS_SHARE = 0.25  # of the memory beside the base model; the rest is for activations
 
 
 class TrainerServer:
@@ -38,6 +45,7 @@ class TrainerServer:
         self._trainer: Trainer | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(protocol.Command)
+        self._call_decoder = msgspec.msgpack.Decoder(protocol.ForwardBackward)
 
     def serve(self) -> None:
         """Returns at the end of the stream."""
@@ -72,8 +80,8 @@ class TrainerServer:
                 return trainer.load(
                     command.adapter, Path(command.directory), optimizer=command.optimizer, config=command.config
                 )
-            case protocol.ForwardBackward():
-                return trainer.forward_backward(command.adapter, command.rows, command.loss)
+            case protocol.Joined():
+                return self._forward_backward(trainer, command)
             case protocol.Forward():
                 return trainer.forward(command.adapter, command.rows, temperature=command.temperature)
             case protocol.OptimStep():
@@ -85,28 +93,77 @@ class TrainerServer:
             case protocol.Delete():
                 return trainer.delete(command.adapter)
 
+    def _forward_backward(self, trainer: Trainer, command: protocol.Joined) -> list[protocol.Reply]:
+        calls = [self._call_decoder.decode(call) for call in command.calls]
+        if command.then is not None:
+            trainer.store.prefetch(command.then)
+        outcomes = trainer.forward_backward_joined([Request(call.adapter, call.rows, call.loss) for call in calls])
+        replies = []
+        for outcome in outcomes:
+            if not isinstance(outcome, Exception):
+                replies.append(protocol.Reply(result=msgspec.Raw(self._encoder.encode(outcome))))
+            else:
+                if not isinstance(outcome, EngineError):
+                    log.error("a command failed by a bug", exc_info=outcome)
+                replies.append(protocol.Reply(failure=protocol.failure_of(outcome)))
+        return replies
+
     def _start(self, command: protocol.Start) -> protocol.StartInfo:
         started = time.perf_counter()
         device = torch.device(command.device)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise UserError("the trainer's device is a GPU, and torch finds none", field="trainer.device")
-        base = load_base(command.model_path, dtype=command.dtype, device=device)
-        self._trainer = Trainer(
+        most = self._plan(command, device)
+        base = load_base(
+            command.model_path,
+            dtype=command.dtype,
+            device=device,
+            gradient_checkpointing=command.gradient_checkpointing,
+        )
+        trainer = Trainer(
             base,
             model_name=command.model_name,
             max_rank=command.max_rank,
             tokens_per_microbatch=command.tokens_per_microbatch,
             host_limit_bytes=command.host_limit_bytes,
+            spill_directory=None if command.spill_directory is None else Path(command.spill_directory),
         )
+        if command.slots is None:
+            choice = choose(trainer, most)
+        else:
+            # Asked for by number: whoever waits at the same time is joined.
+            choice = Choice(command.slots, command.tokens_per_microbatch if command.slots > 1 else 0)
+        trainer.slots = choice.slots
+        self._trainer = trainer
         info = protocol.StartInfo(
             base_parameters=sum(parameter.numel() for parameter in base.model.parameters()),
             vocabulary=base.vocabulary,
             max_positions=base.max_positions,
             linear_layers=len(base.layers),
             load_seconds=time.perf_counter() - started,
+            slots=choice.slots,
+            join_below=choice.join_below,
         )
         log.info("%s ready on %s in %.1f s", command.model_name, command.device, info.load_seconds)
         return info
+
+    def _plan(self, command: protocol.Start, device: torch.device) -> int:
+        """The slots that fit, at most as many as there will be adapters. Raises UserError when the trainer does not."""
+        check_checkpoint(command.model_path, command.dtype)
+        shapes = BaseShapes.of_model(Path(command.model_path))
+        free, (_, host_free) = device_free(device), host_memory()
+        plan = MemoryPlan.of(
+            shapes,
+            bytes_per_parameter=DTYPES[command.dtype].itemsize,
+            max_rank=command.max_rank,
+            slots=(command.slots or 1) + (device.type == "cuda"),
+            adapters=command.max_adapters,
+            host_limit=command.host_limit_bytes,
+        )
+        plan.check(device_free=free, host_free=host_free)
+        log.info("memory planned: %s", plan)
+        room = host_free - plan.store if free is None else free
+        return plan.slots_that_fit(command.max_adapters, device_free=room, share=AUTO_SLOTS_SHARE)
 
     def _receive(self) -> bytearray | None:
         head = self._receive_exactly(protocol.LENGTH.size)

@@ -29,16 +29,23 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     max_rank: int
     tokens_per_microbatch: int
     host_limit_bytes: int
+    slots: int | None = None  # None: as many as a measurement says
+    max_adapters: int = 1  # that the engine will ask for
+    gradient_checkpointing: bool = False
+    spill_directory: str | None = None
 
 
 class StartInfo(msgspec.Struct, frozen=True):
-    """base_parameters: scalars of the frozen base model. load_seconds: wall-clock."""
+    """base_parameters: scalars of the frozen base model. load_seconds: wall-clock. slots: adapters that one pass can
+    train. join_below: calls of fewer tokens than this are faster together."""
 
     base_parameters: int
     vocabulary: int
     max_positions: int
     linear_layers: int
     load_seconds: float
+    slots: int
+    join_below: int
 
 
 class Create(msgspec.Struct, frozen=True, tag=True):
@@ -57,12 +64,23 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     config: LoraConfig | None
 
 
-class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
-    """Answer: ForwardBackwardResult."""
+class ForwardBackward(msgspec.Struct, frozen=True):
+    """One call within a Joined. Answer: ForwardBackwardResult."""
 
     adapter: str
     rows: list[Row]
     loss: Loss
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """forward_backward calls of different adapters, at most as many as there are slots, to be computed in one pass.
+    Answer: list[Reply], one for each: some may fail.
+
+    calls: encoded ForwardBackward. then: the adapter of the command that waits next, if there is one.
+    """
+
+    calls: list[msgspec.Raw]
+    then: str | None = None
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True):
@@ -101,7 +119,7 @@ class Delete(msgspec.Struct, frozen=True, tag=True):
     adapter: str
 
 
-Command = Start | Create | Load | ForwardBackward | Forward | OptimStep | Save | Export | Delete
+Command = Start | Create | Load | Joined | Forward | OptimStep | Save | Export | Delete
 
 
 class Failure(msgspec.Struct, frozen=True):

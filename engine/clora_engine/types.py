@@ -91,11 +91,15 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 
 class ForwardBackwardResult(msgspec.Struct, frozen=True, kw_only=True):
     """loss: the summed loss over `denominator`. metrics: named means over the trained tokens (entropy, ratio, kl,
-    clip_share; natural units, KL in nats). tokens: positions computed, prompts and padding included."""
+    clip_share; natural units, KL in nats). tokens: positions computed for it, prompts and padding included;
+    plain_tokens: as many would be computed without padding with a row for every trained completion. adapters: computed
+    together in its pass, itself included. seconds: wall-clock, of the whole pass."""
 
     loss: float
     metrics: dict[str, float]
     tokens: int
+    plain_tokens: int
+    adapters: int
     seconds: float
 
 

@@ -219,6 +219,8 @@ def arguments(spec: EngineSpec) -> list[str]:
         "scheduling": spec.scheduling.value,
         "trainer-gpus": spec.trainer.gpus,
         "tokens-per-microbatch": spec.trainer.tokens_per_microbatch,
+        "trainer-slots": spec.trainer.slots,
+        "gradient-checkpointing": str(spec.trainer.gradient_checkpointing).lower(),
     }
     if model.revision:
         flags["revision"] = model.revision

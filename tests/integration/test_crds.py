@@ -98,6 +98,7 @@ def test_a_crd_is_structural_and_its_names_are_taken(kube: client.ApiClient, plu
         ("lexp.status.progress.percent", "Share of the steps made"),
         ("leng.spec.capacity.maxRank", "Highest LoRA rank"),
         ("lexp.spec.priorityClassName", "a higher priority takes the slot of the lowest one"),
+        ("leng.spec.trainer.slots", "computed in one pass, each with its own loss and optimizer"),
         ("leng.spec.drain", "finishes its step, commits, detaches and waits"),
         ("leng.spec.allowedNamespaces.from", "experiments of the engine's own namespace"),
         ("leng.status.epoch", "The present life of the engine"),
@@ -124,6 +125,11 @@ def test_defaults_are_written_out(api: Api) -> None:
     assert spec["algorithm"]["optimizer"]["epsilon"] == "1e-8"
     assert (spec["backoffLimit"], spec["deletionPolicy"], spec["suspend"]) == (3, "Retain", False)
     assert spec["weight"] == 100
+
+
+@pytest.mark.parametrize("slots", ["Auto", 1, 64])
+def test_slots_are_a_number_or_auto(api: Api, slots: int | str) -> None:
+    assert api.create("loraengines", trainer={"slots": slots})["spec"]["trainer"]["slots"] == slots
 
 
 # ------------------------------------------------------------------------------ refusals at creation
@@ -198,6 +204,8 @@ def test_an_experiment_is_refused(api: Api, changes: dict[str, Any], words: str)
         ({"endpoint": "http://engine/path", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
         ({"endpoint": "file:///etc/passwd", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
         ({"capacity": {"maxRank": 17}}, "spec.capacity.maxRank"),
+        ({"trainer": {"slots": 65}}, "must be Auto or a number from 1 to 64"),
+        ({"trainer": {"slots": "4"}}, "must be Auto or a number from 1 to 64"),
         ({"scheduling": "First"}, 'supported values: "FairShare", "ShortestRemaining"'),
         ({"storage": {"existingClaim": "c", "storageClassName": "s"}}, "storageClassName has no effect"),
         ({"storage": {"size": "much"}}, "spec.storage.size"),

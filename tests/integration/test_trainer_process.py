@@ -96,7 +96,7 @@ LONG = Loss(name="PPO", denominator=1000.0)
 async def until_running(client: TrainerClient) -> None:
     """Returns once a command is with the process."""
     async with asyncio.timeout(10):
-        while client._current is None:  # noqa: ASYNC110 (the client has no event for it, and needs none)
+        while not client._current:  # noqa: ASYNC110 (the client has no event for it, and needs none)
             await asyncio.sleep(0)
 
 
@@ -242,10 +242,11 @@ async def test_the_process_ends_with_its_parent_even_while_it_computes(checkpoin
     theirs.close()
     reader, writer = await asyncio.open_connection(sock=ours)
     config = LoraConfig(rank=8, alpha=16)
+    minutes = protocol.ForwardBackward("a", long_batch(600), LONG)
     commands: list[protocol.Command] = [
         protocol.Start(model_path=str(checkpoint), dtype="float32", device="cpu", **SETTINGS),
         protocol.Create("a", config),
-        protocol.ForwardBackward("a", long_batch(600), LONG),  # minutes
+        protocol.Joined([msgspec.Raw(msgspec.msgpack.encode(minutes))]),
     ]
     for command in commands:
         body = msgspec.msgpack.encode(command)

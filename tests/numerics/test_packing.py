@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clora_engine.store import GRAD
+from clora_engine.adapter_state import GRAD
 from clora_engine.trainer import Trainer
 from clora_engine.types import AdamParams, LoraConfig, Loss, Row
 from tests.numerics.tiny import batch, plain, tiny_trainer, trained_tokens

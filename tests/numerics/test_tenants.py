@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from clora_engine.adapter_state import GRAD, MASTER, VECTORS
 from clora_engine.errors import CapacityError, EngineError, UserError
-from clora_engine.store import GRAD, MASTER, VECTORS
 from clora_engine.trainer import Trainer
 from clora_engine.types import AdamParams, Completion, LoraConfig, Loss, Row
 from tests.numerics.tiny import batch, tiny_trainer, trained_tokens
@@ -118,7 +118,7 @@ def test_a_deleted_tenant_leaves_nothing_in_its_slot() -> None:
     half_step(trainer, "A", 0, 0)
     trainer.optim_step("A", ADAM)
     half_step(trainer, "A", 1, 0)
-    slot = trainer.store.swap_in("A")
+    (slot,) = trainer.store.swap_in(["A"])
     assert all(buffer.any() for buffer in slot.buffers.values())
     trainer.delete("A")
     assert not any(buffer.any() for buffer in slot.buffers.values())
@@ -207,15 +207,15 @@ def test_a_call_that_fails_halfway_changes_nothing(pending: bool) -> None:
     def run_out_of_memory(*_: object) -> None:
         nonlocal passes
         passes += 1
-        if passes == 3:
+        if passes >= 3:
             raise torch.OutOfMemoryError("the device is full")
 
     rows = batch(11, rows=8)
     hook = trainer._base.decoder.register_forward_pre_hook(run_out_of_memory)
-    with pytest.raises(CapacityError, match="tokensPerMicroBatch"):
+    with pytest.raises(CapacityError, match="does not hold a row of"):
         trainer.forward_backward("A", rows, Loss(name="CrossEntropy", denominator=1.0))
     hook.remove()
-    assert passes == 3
+    assert passes > 3, "tried again with smaller micro-batches"
     for each in (trainer, undisturbed):
         half_step(each, "A", 1, 1)
         each.optim_step("A", ADAM)

@@ -42,7 +42,8 @@ def tiny_trainer(family: str = "qwen3", *, budget: int = 256, **settings: Any) -
     """A trainer over a fresh tiny model."""
     options: dict[str, Any] = {"model_name": "clora/tiny", "max_rank": 32, "host_limit_bytes": 1 << 28} | settings
     model = tiny_model(family, dtype=options.pop("dtype", torch.float32)).to(options.pop("device", "cpu"))
-    return Trainer(BaseModel.wrap(model), tokens_per_microbatch=budget, **options)
+    base = BaseModel.wrap(model, gradient_checkpointing=options.pop("gradient_checkpointing", False))
+    return Trainer(base, tokens_per_microbatch=budget, **options)
 
 
 def completion(rng: random.Random, length: int, *, masked: float = 0.2) -> Completion:

@@ -5,12 +5,29 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from clora_api.v1alpha1.base import ApiModel, LabelName, ObjectName, RelativePath, StatusModel, rules
 from clora_api.v1alpha1.experiment import Condition, EnvironmentName, LabelKey, LabelValue
 
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([kKMGTPE]i?|m)?$", max_length=32)]
+
+
+MAX_TRAINER_SLOTS = 64
+TrainerSlots = Annotated[
+    Annotated[int, Field(ge=1, le=MAX_TRAINER_SLOTS)] | Literal["Auto"],
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "x-kubernetes-validations": [
+                {
+                    "rule": f"type(self) == int ? self >= 1 && self <= {MAX_TRAINER_SLOTS} : self == 'Auto'",
+                    "message": f"must be Auto or a number from 1 to {MAX_TRAINER_SLOTS}",
+                }
+            ],
+        }
+    ),
+]
 
 
 class Scheduling(StrEnum):
@@ -96,6 +113,16 @@ class Trainer(ApiModel):
 
     gpus: int = Field(1, ge=0, le=1, description="GPUs that train; 0: the CPU.")
     tokens_per_microbatch: int = Field(16384, ge=128, le=1048576, description="Positions computed in one pass.")
+    slots: TrainerSlots = Field(
+        "Auto",
+        description="Adapters on the trainer's device at once. Training calls of as many experiments that wait at the"
+        " same time are computed in one pass, each with its own loss and optimizer. 1: always one after the other, bit"
+        " for bit reproducible. Auto: what a measurement at the engine's start says, and only calls that are faster"
+        " together.",
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Computes decoder layers again in the backward pass: a third more work for far less memory."
+    )
 
 
 class Storage(ApiModel):

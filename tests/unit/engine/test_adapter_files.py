@@ -15,7 +15,7 @@ from clora_engine.adapter_files import BaseShapes, check_adapter
 from clora_engine.errors import UserError
 from clora_engine.peft_files import CONFIG_FILE, WEIGHTS_FILE
 
-BASE = BaseShapes({"model.layers.0.mlp.up_proj": (8, 16), "model.layers.0.self_attn.q_proj": (8, 8)}, 100)
+BASE = BaseShapes({"model.layers.0.mlp.up_proj": (8, 16), "model.layers.0.self_attn.q_proj": (8, 8)}, 100, 1000)
 UP = "base_model.model.model.layers.0.mlp.up_proj"
 
 

@@ -37,6 +37,13 @@ def test_scheduling_is_fair_unless_said_otherwise(capsys: pytest.CaptureFixture[
     assert "invalid" in capsys.readouterr().err
 
 
+def test_slots_are_measured_unless_given() -> None:
+    assert (parse().trainer_slots, parse().gradient_checkpointing) == (None, False)
+    assert parse("--trainer-slots=Auto").trainer_slots is None
+    config = parse("--trainer-slots=4", "--gradient-checkpointing=true")
+    assert (config.trainer_slots, config.gradient_checkpointing) == (4, True)
+
+
 def test_parallel_sizes_must_fit_the_gpus() -> None:
     with pytest.raises(ValueError, match="--sampler-gpus 4 must equal"):
         parse("--sampler-gpus=4", "--data-parallel-size=2")
@@ -64,6 +71,9 @@ def test_environments_and_their_hosts() -> None:
         "--data-volume=a",
         "--data-volume=a=relative",
         "--kv-cache-memory=4 GB",
+        "--trainer-slots=0",
+        "--trainer-slots=auto",
+        "--gradient-checkpointing=yes",
     ],
 )
 def test_bad_flags_end_with_two(flag: str, capsys: pytest.CaptureFixture[str]) -> None:

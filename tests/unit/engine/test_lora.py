@@ -1,4 +1,4 @@
-"""Target modules by PEFT's rules, the flat layout, the initialisation and the LoRA product."""
+"""Target modules by PEFT's rules, the flat layout and the initialisation."""
 
 from __future__ import annotations
 
@@ -9,28 +9,25 @@ import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
-from torch import nn
 
 from clora_engine.errors import UserError
 from clora_engine.lora import (
     ALIGNMENT,
     Layout,
-    LoraLinear,
     ModuleShape,
     initialise,
     match_targets,
     rank_bucket,
-    shapes,
     target_names,
-    wrap_linears,
 )
+from clora_engine.trainer_lora import Pass, shapes, wrap_linears
 from clora_engine.types import LoraConfig
 from tests.numerics.tiny import tiny_model
 
 
 def available() -> tuple[ModuleShape, ...]:
     model = tiny_model()
-    return shapes(wrap_linears(model, model.get_output_embeddings()))
+    return shapes(wrap_linears(model, model.get_output_embeddings(), Pass()))
 
 
 def names_by_peft(targets: Any) -> set[str]:
@@ -123,25 +120,3 @@ def test_initialisation_is_kaiming_uniform_by_the_adapters_own_seed() -> None:
         assert a[:6].abs().max() <= bound
         assert a[:6].abs().max() > 0.95 * bound
         assert abs(float(a[:6].std()) - bound / math.sqrt(3)) < 0.05 * bound
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("input_gradient", [False, True])
-def test_lora_product(bias: bool, input_gradient: bool) -> None:
-    torch.manual_seed(3)
-    base = nn.Linear(5, 4, bias=bias, dtype=torch.float64).requires_grad_(False)
-    layer = LoraLinear(base)
-    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=input_gradient)
-    assert torch.equal(layer(x), base(x))
-    a = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
-    b = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-
-    def run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        layer.bind(a, b, 1.5)
-        out: torch.Tensor = layer(x)
-        return out
-
-    torch.testing.assert_close(run(x, a, b), base(x) + 1.5 * (x @ a.T) @ b.T)
-    assert torch.autograd.gradcheck(run, (x, a, b))
-    layer.unbind()
-    assert torch.equal(layer(x), base(x))

@@ -34,12 +34,12 @@ rows_strategy = st.lists(
 @settings(deadline=None)
 @given(rows=rows_strategy, budget=st.integers(1, 40))
 def test_every_completion_is_computed_once_in_its_own_context(rows: list[Row], budget: int) -> None:
-    batches = micro_batches(rows, budget)
+    batches = micro_batches([rows], budget)
     seen: dict[tuple[int, int], int] = {}
     for batch in batches:
         height, length = batch.ids_BL.shape
         assert batch.tokens <= budget or height == 1
-        for place in batch.places:
+        for place in batch.parts[0].places:
             row = rows[place.row]
             ids = row.completions[place.completion].ids
             seen[place.row, place.completion] = seen.get((place.row, place.completion), 0) + 1
@@ -63,30 +63,30 @@ def test_equal_completions_of_equal_prompts_are_computed_once() -> None:
         Row(prompt=[1, 2], completions=[completion([3, 4])]),
         Row(prompt=[2, 1], completions=[completion([3, 4])]),
     ]
-    (batch,) = micro_batches(rows, 100)
+    (batch,) = micro_batches([rows], 100)
     assert batch.ids_BL.tolist() == [[1, 2, 3, 4, 5], [2, 1, 3, 4, 0]]
-    starts = {(place.row, place.completion): place.start for place in batch.places}
+    starts = {(place.row, place.completion): place.start for place in batch.parts[0].places}
     assert starts == {(0, 0): 0, (0, 1): 0, (1, 0): 0, (0, 2): 2, (2, 0): 3}
 
 
 def test_a_row_over_the_budget_is_cut_between_completions() -> None:
     row = Row(prompt=[1, 2, 3], completions=[completion([n] * 4) for n in (4, 5, 6)])
-    assert [batch.ids_BL.shape for batch in micro_batches([row], 11)] == [(1, 11), (1, 7)]
-    assert [batch.ids_BL.shape for batch in micro_batches([row], 2)] == [(1, 7)] * 3
+    assert [batch.ids_BL.shape for batch in micro_batches([[row]], 11)] == [(1, 11), (1, 7)]
+    assert [batch.ids_BL.shape for batch in micro_batches([[row]], 2)] == [(1, 7)] * 3
 
 
 def test_only_trained_tokens_are_selected_and_twins_keep_their_own_values() -> None:
     first, second = completion([3, 4, 5], [1.0, 0.0, 0.5]), completion([3, 4, 5], [0.0, 0.0, 2.0])
     rows = [Row(prompt=[1], completions=[first, second])]
-    (batch,) = micro_batches(rows, 100)
-    chosen = trained_selection(batch, rows)
+    (batch,) = micro_batches([rows], 100)
+    chosen = trained_selection(batch.parts[0], rows)
     assert chosen is not None
     assert chosen.head_H.tolist() == [0, 2]
     assert chosen.index_N.tolist() == [0, 1, 1]
     assert chosen.columns_3N[0].tolist() == [1.0, 0.5, 2.0]
     assert chosen.columns_3N.dtype == torch.float64
     unweighted = [Row(prompt=[1], completions=[completion([3], [0.0])])]
-    assert trained_selection(micro_batches(unweighted, 100)[0], unweighted) is None
+    assert trained_selection(micro_batches([unweighted], 100)[0].parts[0], unweighted) is None
 
 
 NAN = float("nan")

@@ -46,7 +46,14 @@ def test_the_command_line_of_the_defaults() -> None:
         "--scheduling=FairShare",
         "--trainer-gpus=1",
         "--tokens-per-microbatch=16384",
+        "--trainer-slots=Auto",
+        "--gradient-checkpointing=false",
     ]
+
+
+def test_slots_by_number_and_gradient_checkpointing() -> None:
+    of = ours(trainer={"gpus": 1, "slots": 4, "gradientCheckpointing": True})
+    assert {"--trainer-slots=4", "--gradient-checkpointing=true"} <= set(container(of)["args"])
 
 
 def test_another_scheduling_is_another_pod_template() -> None:

@@ -1,0 +1,91 @@
+"""What a trainer will take, in bytes, known from the checkpoint's configuration before anything is loaded.
+
+Left out: activations, which depend on the batches; the trainer cuts those smaller when memory runs out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from clora_engine.adapter_files import BaseShapes
+from clora_engine.adapter_state import state_bytes
+from clora_engine.errors import UserError
+from clora_engine.lora import Layout, ModuleShape, rank_bucket
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """base: the frozen model. adapter: the largest that is admitted (rank max_rank, all linear layers), on the host and
+    in a slot alike. slots: how many the device holds. store: what the adapters may take on the host."""
+
+    base: int
+    adapter: int
+    slots: int
+    store: int
+
+    @classmethod
+    def of(
+        cls, base: BaseShapes, *, bytes_per_parameter: int, max_rank: int, slots: int, adapters: int, host_limit: int
+    ) -> MemoryPlan:
+        modules = tuple(ModuleShape(name, *sizes) for name, sizes in base.linear.items())
+        adapter = state_bytes(Layout(modules, rank_bucket(max_rank)))
+        return cls(base.parameters * bytes_per_parameter, adapter, slots, min(host_limit, adapters * adapter))
+
+    @property
+    def device(self) -> int:
+        return self.base + self.slots * self.adapter
+
+    def check(self, *, device_free: int | None, host_free: int) -> None:
+        """Raises UserError, with the numbers, when it does not fit. device_free None: the device is the host."""
+        if self.adapter > self.store:
+            raise UserError(
+                f"an adapter of the highest rank takes {_gib(self.adapter)}, and the trainer's host limit is"
+                f" {_gib(self.store)}: raise --host-memory or lower capacity.maxRank",
+                field="capacity.maxRank",
+            )
+        on_device = f"{_gib(self.base)} for the base model and {self.slots} x {_gib(self.adapter)} for its slots"
+        if device_free is not None and self.device > device_free:
+            raise UserError(
+                f"the trainer's GPU has {_gib(device_free)} free, and the trainer needs {on_device}: lower"
+                " trainer.slots or capacity.maxRank, or choose a smaller model",
+                field="trainer.slots",
+            )
+        needed = self.store + (self.device if device_free is None else 0)
+        if needed > host_free:
+            also = f" beside {on_device}" if device_free is None else ""
+            raise UserError(
+                f"{_gib(host_free)} of memory are free, and the trainer needs {_gib(self.store)} for adapters{also}:"
+                " lower --host-memory, capacity.maxRank, capacity.maxExperiments or trainer.slots",
+                field="capacity.maxExperiments",
+            )
+
+    def slots_that_fit(self, wanted: int, *, device_free: int, share: float) -> int:
+        """At most `wanted`, at least one: as many as take no more than `share` of what the base model leaves free."""
+        spare = share * (device_free - self.base)
+        return max(1, min(wanted, int(spare // self.adapter)))
+
+
+def host_memory() -> tuple[int, int]:
+    """Total and available memory for this process's container, in bytes."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    info = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3}
+    total, available = info["MemTotal"], info["MemAvailable"]
+    for path in map(Path, _CGROUP_LIMITS):
+        limit = path.read_text().strip() if path.is_file() else "max"
+        if limit.isdigit():
+            total, available = min(total, int(limit)), min(available, int(limit))
+    return total, available
+
+
+def device_free(device: torch.device) -> int | None:
+    """Free memory of a GPU, None for the CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
