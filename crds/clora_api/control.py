@@ -9,6 +9,8 @@
                                                    and committed, 200 and null once it is gone; idempotent
     GET    /v1/experiments/{uid}/metrics           JSON Lines, one object a step
     GET    /v1/experiments/{uid}/trajectories?step=N  JSON Lines, one group a line
+    GET    /v1/experiments/{uid}/trajectories/text?step=&order=&limit=  TrajectoryPage: as text, so many; step unset:
+                                                   the latest that is kept
     GET    /v1/experiments/{uid}/checkpoints       CheckpointList
     GET    /v1/experiments/{uid}/checkpoints/{step}   the step's PEFT adapter, as a tar
     GET    /healthz, /readyz, /metrics             without token
@@ -155,6 +157,47 @@ class EngineInfo(WireModel):
 
 class CheckpointList(WireModel):
     items: list[ReportedCheckpoint]
+
+
+class TrajectoryOrder(StrEnum):
+    FIRST = "First"  # as they were drawn
+    BEST = "Best"  # by reward; failed ones left out
+    WORST = "Worst"
+    FAILED = "Failed"
+
+
+class ReadablePart(WireModel):
+    """Consecutive tokens of one writer, as text."""
+
+    by: Literal["model", "environment"]
+    text: str
+
+
+class ReadableTrajectory(WireModel):
+    """One trajectory, special tokens included. `member`: its place in its group."""
+
+    group: int
+    member: int
+    example: int
+    version_step: int
+    reward: float
+    turns: int
+    tool_calls: int
+    tool_errors: int
+    truncated: bool
+    error: str = ""
+    prompt: str
+    parts: list[ReadablePart]
+
+
+class TrajectoryPage(WireModel):
+    """`steps`: those whose trajectories are kept. `total` and `failed`: trajectories of this step."""
+
+    step: int
+    steps: list[int]
+    total: int
+    failed: int
+    items: list[ReadableTrajectory]
 
 
 class Problem(WireModel):

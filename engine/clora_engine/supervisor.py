@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from clora_api.control import (
     OCCUPYING,
@@ -63,6 +63,11 @@ class Supervisor:
     def _services(self) -> Services:
         assert self._opened is not None, "asked before it was ready"
         return self._opened
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Tokens as text, special ones included."""
+        text: str = self._services.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
 
     def sampler_stats(self) -> SamplerStats | None:
         return self._opened.sampler.stats() if self._opened else None

@@ -1,4 +1,5 @@
-"""`clora`, also `kubectl clora`: what kubectl cannot show well. Watching, metrics, and pulling an adapter.
+"""`clora`, also `kubectl clora`: what kubectl cannot show well. Watching, logs, metrics, trajectories, comparing, and
+pulling an adapter.
 
 Leaves out everything that kubectl does (apply, describe, delete).
 """
@@ -19,7 +20,11 @@ from kubernetes.config.config_exception import ConfigException
 from rich.console import Console
 from rich.table import Table
 
+from clora_api.control import TrajectoryOrder
+from clora_operator.cli_compare import compare
 from clora_operator.cli_engine import EngineAccess, find_experiment
+from clora_operator.cli_logs import logs
+from clora_operator.cli_trajectories import MAX_LIMIT, trajectories
 from clora_operator.cli_watch import watch
 from clora_operator.kube import Kube, KubeError, configuration, default_namespace
 
@@ -62,6 +67,35 @@ def _parser() -> argparse.ArgumentParser:
     metrics.add_argument("--json", action="store_true", help="JSON Lines, as they are when stdout is no terminal")
     metrics.set_defaults(run=_metrics)
 
+    logging = commands.add_parser("logs", parents=[common], help="show an experiment's steps, a line each")
+    logging.add_argument("name", metavar="NAME")
+    logging.add_argument("-f", "--follow", action="store_true", help="go on until it has succeeded or failed")
+    logging.set_defaults(run=_logs)
+
+    reading = commands.add_parser("trajectories", parents=[common], help="show what was asked and written in a step")
+    reading.add_argument("name", metavar="NAME")
+    reading.add_argument("--step", type=_positive, default=None, help="step (default: the latest that is kept)")
+    which = reading.add_mutually_exclusive_group()
+    for order in (TrajectoryOrder.BEST, TrajectoryOrder.WORST, TrajectoryOrder.FAILED):
+        which.add_argument(
+            f"--{order.value.lower()}",
+            action="store_const",
+            const=order,
+            dest="order",
+            help="those that failed"
+            if order is TrajectoryOrder.FAILED
+            else f"those with the {order.value.lower()} reward",
+        )
+    reading.add_argument("--limit", type=_positive, default=3, help="how many (default: 3, at most 50)")
+    reading.add_argument("--json", action="store_true", help="JSON Lines, a trajectory each")
+    reading.set_defaults(run=_trajectories, order=TrajectoryOrder.FIRST)
+
+    comparing = commands.add_parser("compare", parents=[common], help="show experiments beside each other")
+    comparing.add_argument("names", nargs="+", metavar="NAME")
+    comparing.add_argument("--metric", default="reward_mean", help="what is compared (default: reward_mean)")
+    comparing.add_argument("--plot", type=Path, default=None, metavar="FILE", help="also draw it: .png, .svg or .pdf")
+    comparing.set_defaults(run=_compare)
+
     pull = commands.add_parser("pull", parents=[common], help="download an adapter as a PEFT folder")
     pull.add_argument("name", metavar="NAME")
     pull.add_argument("folder", metavar="DIR", type=Path, help="a new or empty folder")
@@ -72,6 +106,33 @@ def _parser() -> argparse.ArgumentParser:
 
 def _watch(kube: Kube, namespace: str, arguments: argparse.Namespace) -> int:
     return watch(kube, namespace, arguments.names, until_done=arguments.until_done, console=Console())
+
+
+def _logs(kube: Kube, namespace: str, arguments: argparse.Namespace) -> int:
+    return logs(kube, namespace, arguments.name, follow=arguments.follow)
+
+
+def _trajectories(kube: Kube, namespace: str, arguments: argparse.Namespace) -> int:
+    return trajectories(
+        kube,
+        namespace,
+        arguments.name,
+        step=arguments.step,
+        order=arguments.order,
+        limit=min(arguments.limit, MAX_LIMIT),
+        as_json=arguments.json,
+        console=Console(),
+    )
+
+
+def _compare(kube: Kube, namespace: str, arguments: argparse.Namespace) -> int:
+    return compare(kube, namespace, arguments.names, metric=arguments.metric, plot_to=arguments.plot, console=Console())
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
 
 
 def _metrics(kube: Kube, namespace: str, arguments: argparse.Namespace) -> int:

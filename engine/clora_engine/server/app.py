@@ -12,10 +12,20 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from clora_api.control import CheckpointList, DesiredExperiment, EngineInfo, ExperimentList, ExperimentReport
+from clora_api.control import (
+    CheckpointList,
+    DesiredExperiment,
+    EngineInfo,
+    ExperimentList,
+    ExperimentReport,
+    TrajectoryOrder,
+    TrajectoryPage,
+)
 from clora_engine.errors import UserError
 from clora_engine.server.auth import TokenFile
 from clora_engine.server.problems import install, problem
+from clora_engine.server.trajectories import page as trajectories_as_text
+from clora_engine.server.trajectories import steps
 from clora_engine.supervisor import Supervisor
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
@@ -105,6 +115,22 @@ def _install_downloads(app: FastAPI, supervisor: Supervisor) -> None:
         if not path.exists():
             return problem("not-found", 404, f"{uid} keeps no trajectories of step {step}")
         return Response(await asyncio.to_thread(path.read_bytes), media_type="application/jsonl")
+
+    @app.get("/v1/experiments/{uid}/trajectories/text", response_model=TrajectoryPage)
+    async def readable(
+        uid: str,
+        step: Annotated[int | None, Query(ge=1, le=10_000_000)] = None,
+        order: TrajectoryOrder = TrajectoryOrder.FIRST,
+        limit: Annotated[int, Query(ge=1, le=50)] = 10,
+    ) -> TrajectoryPage | Response:
+        rollouts = supervisor.journal(uid).folder / "rollouts"
+        found = await asyncio.to_thread(trajectories_as_text, rollouts, step, order, limit, supervisor.decode)
+        if found is None:
+            kept = await asyncio.to_thread(steps, rollouts)
+            has = f"of steps {kept[0]} to {kept[-1]} at most" if kept else "none"
+            wanted = f" of step {step}" if step is not None else ""
+            return problem("not-found", 404, f"it keeps no trajectories{wanted}; it has {has}")
+        return found
 
     @app.get("/v1/experiments/{uid}/checkpoints")
     async def checkpoints(uid: str) -> CheckpointList:
