@@ -66,4 +66,14 @@ bench-operator: setup  ## operator with up to 400 experiments (a quarter of an h
 	$(PYTHON) -m benchmarks.operator_scale --out docs/benchmarks/operator.json
 	$(PYTHON) -m benchmarks.operator_scale render docs/benchmarks/operator.json >docs/benchmarks/operator.md
 
-.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-operator
+WORK ?= $(HOME)/.cache/clora/benchmarks
+
+bench-learning: setup  ## what experiments learn alone and beside others (3 hours, goes on where it was stopped)
+	$(PYTHON) -m benchmarks.learning --work $(WORK)/learning --out docs/benchmarks/learning.json
+	$(PYTHON) -m benchmarks.learning render docs/benchmarks/learning.json >docs/benchmarks/learning.md
+
+bench: setup  ## eight experiments, N at a time, against one after the other (3 hours, goes on where it was stopped)
+	$(PYTHON) -m benchmarks.throughput --work $(WORK)/throughput --out docs/benchmarks/throughput.json
+	$(PYTHON) -m benchmarks.throughput render docs/benchmarks/throughput.json >docs/benchmarks/throughput.md
+
+.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-operator bench-learning bench

@@ -23,6 +23,7 @@ WARM_UP = "warm-up"
 WARM_UP_FAMILIES = "errands,TwoStep"
 FAMILIES = ("kitchen", "garden", "trips", "workshop")  # of one-step problems that the warm-up has not seen
 LORA = {"rank": 16, "alpha": 32}
+LEARNING_RATE = "5e-4"
 MAX_SECONDS = 4 * 3600.0
 
 
@@ -98,7 +99,7 @@ def rl_spec(
         "algorithm": {
             "promptsPerStep": prompts,
             "groupSize": group,
-            "learningRate": "5e-4",
+            "learningRate": LEARNING_RATE,
             "optimizer": {"warmupSteps": 2},
         },
         "environment": dict(environment),

@@ -11,34 +11,60 @@ that are finished in FOLDER are not run again. Only rewards are reported: speeds
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.engine_runs import FAMILIES, Job, Parts, engine, rl_spec, run, warm_up
+from benchmarks.engine_runs import FAMILIES, LEARNING_RATE, LORA, Job, Parts, engine, rl_spec, run, warm_up
+from benchmarks.learning_report import headlines, record, render, write_plot
+from benchmarks.tool_server import ToolServer
 
 SEEDS = (1, 2, 3)
 STEPS = 12
 PROMPTS, GROUP = 8, 8
 HELD_OUT = 40
 AT_ONCE = (1, 2, 4, 8)
-STILL = "still"  # control: learning rate 0
-ALGORITHM: Mapping[str, Any] = {
-    "promptsPerStep": PROMPTS,
-    "groupSize": GROUP,
-    "learningRate": "5e-4",
-    "optimizer": {"warmupSteps": 2},
+CONTROLS = {
+    "still": "learning rate 0",
+    "random": "rewards by a coin",
+    "flipped": "reward -1 for the right answer",
 }
+CONTROLS_AT_ONCE = 8
 
 
-def jobs(families: Sequence[str], seeds: Sequence[int], prefix: str, **algorithm: Any) -> list[Job]:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """at_once: experiments at a time. rewards: the tool server's; None: the built-in environment, without a server."""
+
+    name: str
+    at_once: int
+    seeds: Sequence[int]
+    learning_rate: str = LEARNING_RATE
+    rewards: str | None = None
+
+
+def parts_to_run() -> list[Part]:
+    return [
+        *(Part(f"n{n}", n, SEEDS) for n in AT_ONCE),
+        Part("still", CONTROLS_AT_ONCE, SEEDS[:2], learning_rate="0"),
+        Part("random", CONTROLS_AT_ONCE, SEEDS[:2], rewards="random"),
+        Part("flipped", CONTROLS_AT_ONCE, SEEDS[:2], rewards="flipped"),
+    ]
+
+
+def jobs(part: Part, server: ToolServer | None) -> list[Job]:
     """One experiment a family and seed, seeds outermost, so that neighbours differ in family."""
     made = []
-    for seed in seeds:
-        for family in families:
-            environment = {"name": "WordProblems", "arguments": {"families": family}}
+    for seed in part.seeds:
+        for family in FAMILIES:
+            environment: dict[str, Any] = {"name": "WordProblems", "arguments": {"families": family}}
+            if server is not None and part.rewards is not None:
+                environment = server.environment(family, part.rewards)
             spec = rl_spec(
                 environment,
                 seed=seed,
@@ -46,32 +72,63 @@ def jobs(families: Sequence[str], seeds: Sequence[int], prefix: str, **algorithm
                 group=GROUP,
                 steps=STEPS,
                 evaluation={"examples": HELD_OUT},
-                algorithm={**ALGORITHM, **algorithm},
             )
-            made.append(Job(f"{prefix}-{family}-{seed}", spec))
+            spec["algorithm"]["learningRate"] = part.learning_rate
+            made.append(Job(f"{part.name}-{family}-{seed}", spec))
     return made
+
+
+def measure(part: Part, work: Path) -> dict[str, Any]:
+    with ExitStack() as stack:
+        server = stack.enter_context(ToolServer()) if part.rewards else None
+        process = stack.enter_context(engine(work / "engine", **(server.engine_flags() if server else {})))
+        warm_up(process)
+        ended = run(process, jobs(part, server), part.at_once)
+    return {"commit": report.commit(), "jobs": [job.to_dict() for job in ended]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for storage and finished parts")
-    parser.add_argument("--parts", default="", help="comma-separated; unset: all")
-    parser.add_argument("--out", type=Path, help="where the results go, once all parts are there")
+    parser.add_argument("--parts", default="", help="comma-separated names; unset: all")
+    parser.add_argument("--out", type=Path, help="where the results go, of all parts that are there")
     args = parser.parse_args(argv)
-    parts = Parts(args.work / "parts")
-    todo = {f"n{n}": (n, jobs(FAMILIES, SEEDS, f"n{n}")) for n in AT_ONCE}
-    todo[STILL] = (8, jobs(FAMILIES, SEEDS[:2], STILL, learningRate="0"))
-    chosen = args.parts.split(",") if args.parts else list(todo)
-    for name in chosen:
-        if parts.read(name) is None:
-            at_once, made = todo[name]
-            with engine(args.work / "engine") as process:
-                warm_up(process)
-                ended = run(process, made, at_once)
-            parts.write(name, {"commit": report.commit(), "jobs": [job.to_dict() for job in ended]})
-            print(name, [round(job.metrics[-1]["reward_mean"], 2) for job in ended], file=sys.stderr, flush=True)
-    print({name: parts.read(name) is not None for name in todo})
+    parts, wanted = Parts(args.work / "parts"), args.parts.split(",") if args.parts else []
+    for part in parts_to_run():
+        if (not wanted or part.name in wanted) and parts.read(part.name) is None:
+            measured = measure(part, args.work)
+            parts.write(part.name, measured)
+            ends = [round(job["metrics"][-1]["reward_mean"], 2) for job in measured["jobs"]]
+            print(part.name, ends, file=sys.stderr, flush=True)
+    if args.out:
+        publish(parts, args.out)
+
+
+def publish(parts: Parts, out: Path) -> None:
+    """Writes the results of all parts that are there."""
+    records, commits = [], set()
+    for part in parts_to_run():
+        measured = parts.read(part.name)
+        if measured is not None:
+            records += [record(part.name, part.at_once, job) for job in measured["jobs"]]
+            commits.add(measured["commit"])
+    settings = {
+        "rank": LORA["rank"],
+        "steps": STEPS,
+        "prompts": PROMPTS,
+        "group": GROUP,
+        "learning_rate": LEARNING_RATE,
+        "held_out": HELD_OUT,
+        "controls": CONTROLS,
+        "commits": sorted(commits),
+    }
+    command = "python -m benchmarks.learning " + " ".join(sys.argv[1:])
+    report.write(out, command, settings, headlines(records), records)
+    write_plot(records, out.with_suffix(".svg"))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["render"]:
+        print(render(json.loads(Path(sys.argv[2]).read_text())))
+    else:
+        main()

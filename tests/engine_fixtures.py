@@ -92,7 +92,13 @@ class EngineProcess:
         """Starts it and waits until it is ready."""
         with (self.folder / "engine.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "clora_engine", "serve", *(f"--{k}={v}" for k, v in self._flags.items())],
+                [
+                    sys.executable,
+                    "-m",
+                    "clora_engine",
+                    "serve",
+                    *(f"--{k}" if v is True else f"--{k}={v}" for k, v in self._flags.items()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

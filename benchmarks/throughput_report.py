@@ -1,0 +1,212 @@
+"""What bench's parts come to: records, headlines, the tables of docs/benchmarks/throughput.md, and its plot.
+
+Times of one run of eight experiments, N at a time: *last* is when the last one ended, *first* when the first one did,
+*mean* the mean of all eight ends, waiting included; all from the start of the run. A *speed-up* is the time one after
+the other (N = 1) over the time at N, of the same repetition; the first experiment gets slower, so its figure is the
+inverse. Cold: every experiment alone would have started an engine of its own first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning_report import ENDS, sigma
+from benchmarks.report import Spread
+
+Record = dict[str, Any]
+
+
+def record(part: str, case: Mapping[str, Any], length: str, measured: Mapping[str, Any]) -> Record:
+    """One part as figures. `case`: workload, at_once, scheduling, off_policy. Seconds, and shares of the run's time."""
+    jobs, counters = measured["jobs"], measured["counters"]
+    ends = [job["ended"] for job in jobs]
+    steps = [line for job in jobs for line in job["metrics"] if line["step"] > 0]
+    last = max(ends)
+
+    def mean(name: str) -> float:
+        return round(statistics.fmean(line.get(name, 0.0) for line in steps), 3)
+
+    return {
+        "part": part,
+        **case,
+        "length": length,
+        "last": round(last, 2),
+        "mean": round(statistics.fmean(ends), 2),
+        "first": round(min(ends), 2),
+        "start_seconds": round(measured["start_seconds"], 2),
+        "step_seconds": mean("step_seconds"),
+        "rollout_seconds": mean("rollout_seconds"),
+        "train_seconds": mean("train_seconds"),
+        "publish_seconds": mean("publish_seconds"),
+        "wait_sampler_seconds": mean("wait_sampler_seconds"),
+        "wait_trainer_seconds": mean("wait_trainer_seconds"),
+        "sampled_tokens": counters["sampler_generated_tokens"],
+        "prompt_tokens": counters["sampler_prompt_tokens"] - counters["sampler_cached_prompt_tokens"],
+        "trained_tokens": sum(line.get("trained_tokens", 0.0) for line in steps),
+        "tokens_per_second": round(counters["sampler_generated_tokens"] / last, 1),
+        "sampler_idle": round(1 - counters["sampler_busy_seconds"] / last, 3),
+        "trainer_idle": round(1 - counters["trainer_busy_seconds"] / last, 3),
+        "reward": round(statistics.fmean(_end(job) for job in jobs), 4),
+        "ends": [dict(zip(("family", "seed"), job["name"].split("-")[1:], strict=True), end=_end(job)) for job in jobs],
+    }
+
+
+def _end(job: Mapping[str, Any]) -> float:
+    rewards = [line["reward_mean"] for line in job["metrics"] if line["step"] > 0]
+    return round(statistics.fmean(rewards[-ENDS:]), 4)
+
+
+class Runs:
+    """The records, by case and repetition."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.by_case: dict[tuple[str, int, str, int], dict[str, Record]] = defaultdict(dict)
+        for one in records:
+            key = one["workload"], one["at_once"], one["scheduling"], one["off_policy"]
+            self.by_case[key][one["length"]] = one
+        self.workloads = list(dict.fromkeys(key[0] for key in self.by_case))
+
+    def cases(self, workload: str) -> list[tuple[str, int, str, int]]:
+        return [key for key in self.by_case if key[0] == workload]
+
+    def serial(self, workload: str) -> dict[str, Record]:
+        return self.by_case[workload, 1, "FairShare", 0]
+
+    def speedup(self, key: tuple[str, int, str, int], figure: str, *, cold: bool = False) -> Spread:
+        """Over the repetitions that both have. cold: eight starts of an engine, measured in the serial part."""
+        ratios = []
+        for length, one in self.by_case[key].items():
+            alone = self.serial(key[0]).get(length)
+            if alone is not None:
+                starts = {"last": 8.0, "mean": 4.5, "first": 1.0}[figure] * alone["start_seconds"] if cold else 0.0
+                ratios.append((alone[figure] + starts) / one[figure])
+        return Spread.of(ratios)
+
+
+def headlines(records: Sequence[Record]) -> dict[str, float]:
+    """Of the runs that there are."""
+    runs = Runs(records)
+    found = {}
+    for name, workload, at_once, scheduling, figure in (
+        ("last_speedup_n8_warm", "agentic", 8, "FairShare", "last"),
+        ("last_speedup_n8_cold", "agentic", 8, "FairShare", "last"),
+        ("mean_speedup_n8_shortest_remaining", "agentic", 8, "ShortestRemaining", "mean"),
+        ("mean_speedup_n4", "agentic", 4, "FairShare", "mean"),
+        ("first_speedup_n8_shortest_remaining", "agentic", 8, "ShortestRemaining", "first"),
+        ("saturated_last_speedup_n8", "saturated", 8, "FairShare", "last"),
+    ):
+        key = workload, at_once, scheduling, 0
+        if key in runs.by_case:
+            found[name] = runs.speedup(key, figure, cold=name.endswith("cold")).median
+    return found | {"reward_delta_over_sigma": reward_delta([one for one in records if one["length"] == "long"])}
+
+
+def reward_delta(long: Sequence[Record]) -> float:
+    """The largest mean difference of the last steps' rewards from serial, paired by family and seed, in standard
+    deviations between seeds alone; over all cases."""
+    worst = 0.0
+    for workload in dict.fromkeys(one["workload"] for one in long):
+        parts = [one for one in long if one["workload"] == workload]
+        serial = next(one for one in parts if one["at_once"] == 1)
+        alone = {(end["family"], end["seed"]): end["end"] for end in serial["ends"]}
+        spread = sigma(serial["ends"])
+        for one in parts:
+            deltas = [end["end"] - alone[end["family"], end["seed"]] for end in one["ends"]]
+            worst = max(worst, abs(statistics.fmean(deltas)) / spread)
+    return round(worst, 2)
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The document as Markdown."""
+    return "\n".join([*_head(document), *_tables(document["records"])])
+
+
+def _head(document: Mapping[str, Any]) -> Iterator[str]:
+    machine, settings = document["machine"], document["settings"]
+    yield "# Eight experiments, N at a time"
+    yield ""
+    yield f"    {document['command']}"
+    yield ""
+    yield (
+        f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB; commit {document['commit']}; "
+        + ", ".join(f"{k} {v}" for k, v in document["versions"].items())
+        + "."
+    )
+    yield (
+        "SmolLM2-135M-Instruct, float32, sampler and trainer on the same cores. Eight experiments (four families, two"
+        f" seeds) of {settings['steps']} steps on one engine with eight slots, so many at a time, the next one when one"
+        " has ended. *agentic*: 16 episodes a step, 4 of an experiment in flight, a calculator that takes 0.5 to 2 s"
+        " (HTTP environment). *saturated*: 64 episodes a step, all in flight, tools that answer at once."
+    )
+    yield (
+        "*Last*, *mean* and *first*: ends of the eight, waiting included, against one after the other on the same warm"
+        " engine; *cold*: against one after the other, each with an engine start of its own. Medians over the"
+        " repetitions (one long, the others short), smallest and largest in parentheses; the other columns are the long"
+        " one's."
+    )
+    yield ""
+    for name, value in document["headlines"].items():
+        yield f"- `{name}` {value}"
+    yield ""
+
+
+def _tables(records: Sequence[Record]) -> Iterator[str]:
+    runs = Runs(records)
+    for workload in runs.workloads:
+        yield f"## {workload}"
+        yield ""
+        yield "| at once | policy | last | mean | first | last, cold | step | rollout | train | publish | tok/s"
+        yield " | sampler idle | trainer idle | reward, last 3 |"
+        yield "|---" * 14 + "|"
+        for key in runs.cases(workload):
+            long = runs.by_case[key].get("long")
+            if long is not None:
+                yield _row(runs, key, long)
+        yield ""
+
+
+def _row(runs: Runs, key: tuple[str, int, str, int], long: Record) -> str:
+    _, at_once, scheduling, off_policy = key
+    policy = scheduling + (f", {off_policy} step off-policy" if off_policy else "")
+    speedups = [str(runs.speedup(key, figure)) + " ×" for figure in ("last", "mean", "first")]
+    cells = [
+        str(at_once),
+        policy,
+        *(speedups if at_once > 1 else [f"{long[figure]:.0f} s" for figure in ("last", "mean", "first")]),
+        f"{runs.speedup(key, 'last', cold=True)} ×",
+        *(f"{long[f'{name}_seconds']:.1f} s" for name in ("step", "rollout", "train", "publish")),
+        f"{long['tokens_per_second']:.0f}",
+        f"{long['sampler_idle']:.0%}",
+        f"{long['trainer_idle']:.0%}",
+        f"{long['reward']:.2f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def write_plot(records: Sequence[Record], path: Path) -> None:
+    """Speed-up of last, mean and first by N, FairShare, for each workload, as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "clora"  # the same file from the same records
+    runs = Runs(records)
+    figure, panels = pyplot.subplots(1, len(runs.workloads), figsize=(4.5 * len(runs.workloads), 3.6), squeeze=False)
+    for workload, axes in zip(runs.workloads, panels[0], strict=True):
+        keys = [key for key in runs.cases(workload) if key[2:] == ("FairShare", 0)]
+        for name in ("last", "mean", "first"):
+            spreads = [runs.speedup(key, name) for key in keys]
+            errors = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
+            axes.errorbar([key[1] for key in keys], [s.median for s in spreads], errors, label=name, capsize=3)
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        axes.set(title=workload, xlabel="experiments at once", ylabel="times sooner than one after the other")
+        axes.set_xscale("log", base=2)
+        axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)

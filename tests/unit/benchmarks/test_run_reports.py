@@ -1,0 +1,93 @@
+"""What the learning and throughput benchmarks make of their runs, on runs whose figures are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import learning_report, throughput_report
+
+FAMILIES = ("kitchen", "garden")
+
+
+def learnt(part: str, at_once: int, family: str, seed: int, rewards: list[float]) -> learning_report.Record:
+    lines: list[dict[str, Any]] = [{"step": 0, "eval_accuracy": 0.25}]
+    lines += [{"step": step, "reward_mean": reward} for step, reward in enumerate(rewards, 1)]
+    lines[-1]["eval_accuracy"] = 0.75
+    return learning_report.record(part, at_once, {"name": f"{part}-{family}-{seed}", "metrics": lines})
+
+
+def curves(part: str, at_once: int, shift: float) -> list[learning_report.Record]:
+    """Ends of .7 and .9 in one family, .8 and 1 in the other, all shifted."""
+    ends = {("kitchen", 1): 0.7, ("kitchen", 2): 0.9, ("garden", 1): 0.8, ("garden", 2): 1.0}
+    return [learnt(part, at_once, f, s, [0.2, 0.3, 0.4, *[end + shift] * 3]) for (f, s), end in ends.items()]
+
+
+def test_a_run_s_ends_are_means_of_three_steps() -> None:
+    one = learnt("n1", 1, "kitchen", 2, [0.0, 0.3, 0.6, 0.5, 0.8, 0.9, 1.0])
+    assert (one["start"], one["end"], one["held_out"]) == (0.3, 0.9, [0.25, 0.75])
+    assert (one["family"], one["seed"]) == ("kitchen", 2)
+
+
+def test_differences_are_paired_and_in_deviations_between_seeds() -> None:
+    serial, beside = curves("n1", 1, 0.0), curves("n4", 4, -0.05)
+    # about their families' means: ±.1, ±.1; four values less two means
+    assert learning_report.sigma(serial) == pytest.approx((4 * 0.01 / 2) ** 0.5)
+    assert learning_report.deltas(serial, beside[::-1]) == pytest.approx([-0.05] * 4)
+    found = learning_report.headlines([*serial, *beside])
+    assert found == {"start_mean": 0.3, "end_mean": 0.825, "delta_over_sigma": 0.35}
+
+
+def job(name: str, ended: float, reward: float) -> dict[str, Any]:
+    line = {"step": 1, "reward_mean": reward, "step_seconds": 4.0, "trained_tokens": 10.0}
+    return {"name": name, "attached": 0.0, "ended": ended, "metrics": [{"step": 0}, line]}
+
+
+def part(at_once: int, ends: list[float], length: str = "long", scheduling: str = "FairShare") -> Any:
+    names = [f"agentic-{family}-{seed}" for family in FAMILIES for seed in (1, 2)]
+    rewards = [0.7, 0.9, 0.8, 1.0]
+    measured = {
+        "start_seconds": 30.0,
+        "counters": {
+            "sampler_busy_seconds": ends[-1] / 2,
+            "trainer_busy_seconds": ends[-1] / 4,
+            "sampler_generated_tokens": 1000.0,
+            "sampler_prompt_tokens": 500.0,
+            "sampler_cached_prompt_tokens": 200.0,
+        },
+        "jobs": [job(*values) for values in zip(names, ends, rewards, strict=True)],
+    }
+    case = {"workload": "agentic", "at_once": at_once, "scheduling": scheduling, "off_policy": 0}
+    return throughput_report.record(f"p{at_once}{length}", case, length, measured)
+
+
+def test_speed_ups_are_of_the_same_repetition() -> None:
+    records = [
+        part(1, [100, 200, 300, 400]),
+        part(8, [150, 160, 170, 200]),
+        part(1, [20, 40, 60, 80], "short0"),
+        part(8, [20, 20, 20, 20], "short0"),
+    ]
+    runs = throughput_report.Runs(records)
+    key = ("agentic", 8, "FairShare", 0)
+    last = runs.speedup(key, "last")
+    assert (last.median, last.low, last.high) == (3.0, 2.0, 4.0)
+    assert runs.speedup(key, "first").median == pytest.approx((100 / 150 + 1) / 2, abs=1e-4)
+    assert runs.speedup(key, "last", cold=True).low == pytest.approx((400 + 8 * 30) / 200)
+    assert runs.speedup(key, "mean").low == pytest.approx(250 / 170, abs=1e-4)
+
+
+def test_shares_of_a_run() -> None:
+    one = part(8, [150, 160, 170, 200])
+    assert (one["sampler_idle"], one["trainer_idle"], one["tokens_per_second"]) == (0.5, 0.75, 5.0)
+    assert (one["prompt_tokens"], one["trained_tokens"], one["reward"]) == (300.0, 40.0, 0.85)
+
+
+def test_tables_and_plots_are_made(tmp_path: Path) -> None:
+    records = [part(1, [100, 200, 300, 400]), part(8, [150, 160, 170, 200])]
+    throughput_report.write_plot(records, tmp_path / "a.svg")
+    serial, beside = curves("n1", 1, 0.0), curves("n4", 4, -0.05)
+    learning_report.write_plot([*serial, *beside], tmp_path / "b.svg")
+    assert all((tmp_path / name).read_text().startswith("<?xml") for name in ("a.svg", "b.svg"))
