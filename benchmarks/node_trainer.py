@@ -1,0 +1,128 @@
+"""The trainer of the simulated node, in two ways.
+
+`in_process`: the engine's own client (clora_engine.trainer_client), with its queue and its order of calls, talks its
+own protocol to a process that only lets time pass: forward_backward takes the seconds of a step, all else nothing.
+
+`StepTrainer`: all calls of one experiment's step are one turn, and up to K turns that wait make one pass. A pass of k
+steps takes fixed + k × the rest, where `fixed` is the part of a step's seconds that does not grow with its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import cast
+
+import msgspec
+
+from clora_engine import trainer_protocol as protocol
+from clora_engine.trainer_client import TrainerClient
+from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, Loss, OptimResult
+
+ADAM = AdamParams(learning_rate=1e-5)
+LOSS = Loss(name="PPO", denominator=1.0)
+
+
+class ClientTrainer:
+    """A step's calls through the engine's own client, in the order of clora_engine.training."""
+
+    def __init__(self, seconds: float) -> None:
+        self._process = _Process(seconds)
+        reader = asyncio.StreamReader()
+        self._process.reader = reader
+        self._client = TrainerClient(
+            cast(asyncio.subprocess.Process, self._process), reader, cast(asyncio.StreamWriter, self._process)
+        )
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._process.busy_seconds
+
+    async def step(self, experiment: str) -> None:
+        """forward_backward, optim_step, and the export that is published."""
+        await self._client.forward_backward(experiment, [], LOSS)
+        await self._client.optim_step(experiment, ADAM)
+        await self._client.export(experiment, "")
+
+    async def commit(self, experiment: str) -> None:
+        await self._client.save(experiment, "", optimizer=True)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class _Process:
+    """What a TrainerClient holds of its process, and the writing end of its stream."""
+
+    reader: asyncio.StreamReader
+
+    def __init__(self, seconds: float) -> None:
+        self.busy_seconds = 0.0
+        self._seconds = seconds
+        self._ended = asyncio.Event()
+        self._frame = bytearray()
+
+    def write(self, data: bytes) -> None:
+        self._frame += data
+        size = protocol.LENGTH.size
+        if len(self._frame) < size or len(self._frame) - size < protocol.LENGTH.unpack(self._frame[:size])[0]:
+            return
+        command = msgspec.msgpack.decode(bytes(self._frame[size:]), type=protocol.Command)
+        self._frame.clear()
+        seconds = self._seconds if isinstance(command, protocol.ForwardBackward) else 0.0
+        self.busy_seconds += seconds
+        body = msgspec.msgpack.encode(protocol.Reply(result=msgspec.Raw(msgspec.msgpack.encode(_answer(command)))))
+        asyncio.get_running_loop().call_later(seconds, self.reader.feed_data, protocol.header(body) + body)
+
+    async def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        return 0
+
+
+def _answer(command: protocol.Command) -> object:
+    match command:
+        case protocol.ForwardBackward():
+            return ForwardBackwardResult(loss=0.0, metrics={}, tokens=0, seconds=0.0)
+        case protocol.OptimStep():
+            return OptimResult(step=0, grad_norm=0.0, skipped=False, seconds=0.0)
+        case protocol.Create() | protocol.Load():
+            return AdapterInfo(parameters=0, host_bytes=0, step=0)
+    return None
+
+
+class StepTrainer:
+    """See the module."""
+
+    def __init__(self, seconds: float, slots: int, fixed: float) -> None:
+        self.busy_seconds = 0.0
+        self._seconds, self._slots, self._fixed = seconds, slots, fixed
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._pass: asyncio.Task[None] | None = None
+
+    async def step(self, experiment: str) -> None:
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append(done)
+        if self._pass is None or self._pass.done():
+            self._pass = asyncio.create_task(self._passes())
+        await done
+
+    async def commit(self, experiment: str) -> None:
+        pass  # part of the step's turn
+
+    async def close(self) -> None:
+        pass
+
+    async def _passes(self) -> None:
+        while self._waiting:
+            turns = [self._waiting.popleft() for _ in range(min(self._slots, len(self._waiting)))]
+            seconds = self._seconds * (self._fixed + (1.0 - self._fixed) * len(turns))
+            self.busy_seconds += seconds
+            await asyncio.sleep(seconds)
+            for done in turns:
+                done.set_result(None)
