@@ -76,4 +76,9 @@ bench: setup  ## eight experiments, N at a time, against one after the other (3 
 	$(PYTHON) -m benchmarks.throughput --work $(WORK)/throughput --out docs/benchmarks/throughput.json
 	$(PYTHON) -m benchmarks.throughput render docs/benchmarks/throughput.json >docs/benchmarks/throughput.md
 
-.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-operator bench-learning bench
+bench-node-model: setup  ## simulation of an 8-GPU node, fitted to the reference (a few minutes): docs/benchmarks
+	$(PYTHON) -m benchmarks.node_model --out docs/benchmarks/node_model.json
+	$(PYTHON) -m benchmarks.node_model render docs/benchmarks/node_model.json >docs/benchmarks/node_model.md
+	$(PYTHON) -m benchmarks.node_model plot docs/benchmarks/node_model.json docs/benchmarks/node_model.svg
+
+.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-operator bench-learning bench bench-node-model

@@ -1,8 +1,9 @@
 """N experiments on one simulated node of 4 + 4 GPUs, to their end, in virtual time.
 
-Real: the rollouts (clora_engine.rollout), the gate, the trainer's client, and the order in which an experiment calls
-them. Simulated: what takes time on a GPU (node_sampler.py, node_trainer.py), the environment (it answers at once), and
-files, which take none. One simulated episode stands for EPISODES_EACH real ones, and one seat for as many.
+Real: the rollouts (clora_engine.rollout) and what draws them ahead (clora_engine.drawing), the gate, the trainer's
+client, and the order in which an experiment calls them. Simulated: what takes time on a GPU (node_sampler.py,
+node_trainer.py), the environment (it answers at once), and files, which take none. One simulated episode stands for
+EPISODES_EACH real ones, and one seat for as many.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from types import SimpleNamespace
 from typing import cast
 
 from benchmarks import virtual_time
@@ -18,7 +20,9 @@ from benchmarks.node_sampler import Decoding, SimulatedLease, SimulatedSampler
 from benchmarks.node_trainer import ClientTrainer, StepTrainer
 from clora_api.v1alpha1.engine import Scheduling
 from clora_engine.chat import Renderer
+from clora_engine.drawing import Ahead, Drawn
 from clora_engine.environments.protocol import EnvironmentFactory, Example, Message, StepResult
+from clora_engine.plan import Plan
 from clora_engine.rollout import Prompt, RolloutConfig, Rollouts
 
 STEPS = 10
@@ -49,14 +53,15 @@ class Costs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """How the node is shared. seats: real sequences that may run on one GPU. overlap: without it nobody trains while
-    anybody samples. slots: steps in one pass of the trainer; None: the engine's own client, one call after another.
-    fixed: part of a pass that does not grow (StepTrainer). ahead: steps that may be sampled while one is trained."""
+    anybody samples. by_step: the trainer is StepTrainer, not the engine's client. slots: steps that one pass of it can
+    join; fixed: the part of a pass that does not grow with them. ahead: maxOffPolicySteps."""
 
     name: str
     scheduling: Scheduling = Scheduling.FAIR_SHARE
     seats: int = 1024
     overlap: bool = True
-    slots: int | None = None
+    by_step: bool = False
+    slots: int = 1
     fixed: float = 0.0
     ahead: int = 0
 
@@ -66,6 +71,7 @@ class Job:
     """One experiment, and what became of it, in seconds."""
 
     name: str
+    steps: int
     end: float = 0.0
     rollout: list[float] = field(default_factory=list)
     train: list[float] = field(default_factory=list)
@@ -85,14 +91,10 @@ class Outcome:
     def last(self) -> float:
         return self.ends[-1]
 
-    @property
-    def step(self) -> float:
-        return fmean(self.ends) / STEPS
 
-
-def simulate(costs: Costs, policy: Policy, jobs: int) -> Outcome:
+def simulate(costs: Costs, policy: Policy, jobs: int, steps: int = STEPS) -> Outcome:
     """Runs so many experiments of the same kind, begun at once, each with draws of its own."""
-    return virtual_time.run(_run(costs, policy, [Job(f"job-{i}") for i in range(jobs)]))
+    return virtual_time.run(_run(costs, policy, [Job(f"job-{i}", steps) for i in range(jobs)]))
 
 
 async def _run(costs: Costs, policy: Policy, jobs: Sequence[Job]) -> Outcome:
@@ -103,9 +105,8 @@ async def _run(costs: Costs, policy: Policy, jobs: Sequence[Job]) -> Outcome:
         policy.scheduling,
         TURN_TOKENS,
     )
-    trainer: ClientTrainer | StepTrainer = (
-        ClientTrainer(costs.train) if policy.slots is None else StepTrainer(costs.train, policy.slots, policy.fixed)
-    )
+    kind = StepTrainer if policy.by_step else ClientTrainer
+    trainer: ClientTrainer | StepTrainer = kind(costs.train, policy.slots, policy.fixed)
     together = None if policy.overlap else asyncio.Barrier(len(jobs))
     experiments = [_Experiment(job, sampler, trainer, policy, together) for job in jobs]
     for experiment in experiments:
@@ -124,7 +125,7 @@ async def _run(costs: Costs, policy: Policy, jobs: Sequence[Job]) -> Outcome:
 
 
 class _Experiment:
-    """The loop of clora_engine.experiment and clora_engine.training, without files."""
+    """The loop of clora_engine.experiment and clora_engine.training, without files. It draws its own groups."""
 
     def __init__(
         self,
@@ -134,8 +135,7 @@ class _Experiment:
         policy: Policy,
         together: asyncio.Barrier | None,
     ) -> None:
-        self._job, self._sampler, self._trainer = job, sampler, trainer
-        self._ahead, self._together = policy.ahead, together
+        self._job, self._sampler, self._trainer, self._together = job, sampler, trainer, together
         self._loop = asyncio.get_running_loop()
         config = RolloutConfig(
             experiment=job.name,
@@ -146,33 +146,37 @@ class _Experiment:
             max_context=1 << 20,
             concurrency=GROUPS * GROUP_SIZE,
         )
-        # The rollouts need a renderer and a factory only for what they are asked here.
+        # What is drawn needs a renderer, a factory and a plan only for what they are asked here.
         renderer, factory = cast(Renderer, _Renderer()), cast(EnvironmentFactory, _Factory())
+        algorithm = SimpleNamespace(max_off_policy_steps=policy.ahead)
+        self._plan = cast(Plan, SimpleNamespace(spec=SimpleNamespace(max_steps=job.steps, algorithm=algorithm)))
         self._rollouts: Rollouts[SimulatedLease] = Rollouts(sampler, renderer, factory, config)
+        self._ahead = Ahead(self)
 
     async def run(self) -> None:
-        training: asyncio.Task[None] | None = None
-        for step in range(1, STEPS + 1):
-            await self._roll_out(step)
-            if training is not None:
-                await training
-            training = asyncio.create_task(self._train(step))
-            if self._ahead == 0 or step == STEPS:
-                await training
+        position = 0
+        for step in range(1, self._job.steps + 1):
+            drawn = await self._ahead.take(self._plan, step, position)
+            position = drawn.position
+            await self._meet()
+            await self._train(step)
+            await self._meet()
+            self.tell_gate(step)
         self._job.end = self._loop.time()
+        await self._ahead.close()
         self._sampler.gate.remove(self._job.name)
+
+    async def draw(self, plan: Plan, step: int, position: int) -> Drawn:
+        start = self._loop.time()
+        prompts = [Prompt(i, position + i, {"number": position + i}) for i in range(GROUPS)]
+        groups = await self._rollouts.step(prompts)
+        self._job.rollout.append(self._loop.time() - start)
+        return Drawn(step, groups, position + GROUPS, GROUPS, GROUPS, self._job.rollout[-1], 0.0)
 
     def tell_gate(self, step: int) -> None:
         """Tokens that are left, as clora_engine.plan counts them: the most that is possible while nothing is known."""
         each = self._sampler.tokens[self._job.name] / step if step else GROUPS * GROUP_SIZE * TURNS * MAX_TURN_TOKENS
-        self._sampler.gate.register(self._job.name, WEIGHT, round((STEPS - step) * each))
-
-    async def _roll_out(self, step: int) -> None:
-        start = self._loop.time()
-        prompts = [Prompt(i, i, {"number": step * GROUPS + i}) for i in range(GROUPS)]
-        await self._rollouts.step(prompts)
-        await self._meet()
-        self._job.rollout.append(self._loop.time() - start)
+        self._sampler.gate.register(self._job.name, WEIGHT, round((self._job.steps - step) * each))
 
     async def _train(self, step: int) -> None:
         start = self._loop.time()
@@ -180,8 +184,6 @@ class _Experiment:
         self._sampler.publish(self._job.name, step)
         self._job.train.append(self._loop.time() - start)
         await self._trainer.commit(self._job.name)
-        await self._meet()
-        self.tell_gate(step)
 
     async def _meet(self) -> None:
         if self._together is not None:

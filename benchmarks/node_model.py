@@ -27,22 +27,30 @@ from benchmarks.node_table import plot, render
 from clora_api.v1alpha1.engine import Scheduling
 
 PACKAGES = ("clora", "numpy", "msgspec")
-Case = tuple[Costs, Policy, int]
+Case = tuple[Costs, Policy, int, int]
 Record = dict[str, Any]
 
 FIXED = 0.5
 """Part of a training step that a pass pays once, however many steps it fuses. An assumption: no figure tells it."""
 POLICIES = (
-    Policy(name="no overlap", overlap=False, slots=1),
-    Policy(name="overlap, the trainer takes calls as they come"),
-    Policy(name="overlap, the trainer takes a step at a time", slots=1),
-    Policy(name="… and ShortestRemaining", slots=1, scheduling=Scheduling.SHORTEST_REMAINING),
+    Policy(name="no overlap", overlap=False),
+    Policy(name="overlap"),
+    Policy(name="… and ShortestRemaining", scheduling=Scheduling.SHORTEST_REMAINING),
     Policy(name="… and up to 8 steps fused", slots=8, fixed=FIXED),
-    Policy(name="… and one step off-policy", slots=1, ahead=1),
-    Policy(name="all of these", slots=8, fixed=FIXED, ahead=1, scheduling=Scheduling.SHORTEST_REMAINING),
+    Policy(name="… and one step off-policy", ahead=1),
+    Policy(name="… and a trainer that takes a step at a time", by_step=True),
+    Policy(
+        name="ShortestRemaining, fused, off-policy",
+        slots=8,
+        fixed=FIXED,
+        ahead=1,
+        scheduling=Scheduling.SHORTEST_REMAINING,
+    ),
 )
-ALL = POLICIES[-1].name
-SIZES = (8, 16, 32, 64)
+OVERLAP, ALL = POLICIES[1], POLICIES[-1]
+FEW = (OVERLAP, POLICIES[2], ALL)
+SWEEP = {8: POLICIES, 16: POLICIES, 32: FEW, 64: FEW}
+SWEEP_STEPS = 5
 VARIANTS = (
     ("as fitted", TRAIN_SECONDS, REFERENCE),
     ("a training step of 15 s", 15.0, REFERENCE),
@@ -65,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {
         "published": {str(jobs): asdict(figures) for jobs, figures in PUBLISHED.items()},
         "fixed_part_of_a_pass": FIXED,
-        "steps": STEPS,
+        "sweep_steps": SWEEP_STEPS,
         "episodes_each": EPISODES_EACH,
     }
     command = "python -m benchmarks.node_model " + " ".join(sys.argv[1:])
@@ -107,7 +115,7 @@ def headlines(records: Sequence[Record]) -> dict[str, float]:
         found[f"sim_step_seconds_n{jobs}"] = step
         found[f"sim_step_seconds_n{jobs}_error_percent"] = round(100 * (step / PUBLISHED[jobs].step - 1), 1)
     for r in records:
-        if r["table"] == "policies" and r["policy"] == ALL:
+        if r["table"] == "policies" and r["policy"] == ALL.name:
             found[f"sim_clora_last_speedup_n{r['jobs']}"] = r["last_speedup"]
             found[f"sim_clora_mean_speedup_n{r['jobs']}"] = r["mean_speedup"]
     return found
@@ -122,16 +130,16 @@ def _changed(costs: Costs) -> list[tuple[str, float, Costs]]:
 
 
 def sensitivity_cases(costs: Costs) -> list[Case]:
-    return [(changed, REFERENCE, jobs) for _, _, changed in _changed(costs) for jobs in (1, 4, 8)]
+    return [(changed, REFERENCE, jobs, STEPS) for _, _, changed in _changed(costs) for jobs in (1, 4, 8)]
 
 
 def sensitivity(costs: Costs, outcomes: dict[Case, Outcome]) -> list[Record]:
     """The reference's speed-ups when a parameter is changed and nothing is fitted anew."""
     records = []
     for name, factor, changed in _changed(costs):
-        last = {jobs: in_waves(outcomes[changed, REFERENCE, jobs]).last for jobs in (1, 4, 8)}
+        last = {jobs: in_waves(outcomes[changed, REFERENCE, jobs, STEPS]).last for jobs in (1, 4, 8)}
         speedups = {f"last_speedup_n{jobs}": round(last[1] / last[jobs], 2) for jobs in (4, 8)}
-        step = {"step_n8": round(outcomes[changed, REFERENCE, 8].step, 1)}
+        step = {"step_n8": round(in_waves(outcomes[changed, REFERENCE, 8, STEPS]).step, 1)}
         records.append({"table": "sensitivity", "parameter": name, "factor": factor} | speedups | step)
     return records
 
@@ -140,16 +148,17 @@ def sensitivity(costs: Costs, outcomes: dict[Case, Outcome]) -> list[Record]:
 
 
 def sweep_cases(costs: Costs) -> list[Case]:
-    return [(costs, POLICIES[1], 1), *((costs, policy, jobs) for jobs in SIZES for policy in POLICIES)]
+    cases = [(costs, policy, jobs, SWEEP_STEPS) for jobs, policies in SWEEP.items() for policy in policies]
+    return [(costs, OVERLAP, 1, SWEEP_STEPS), *cases]
 
 
 def sweep(costs: Costs, outcomes: dict[Case, Outcome]) -> list[Record]:
     """N experiments at once against the same N one after the other, all begun at the same time."""
-    alone = outcomes[costs, POLICIES[1], 1].last
+    alone = outcomes[costs, OVERLAP, 1, SWEEP_STEPS].last
     records = []
-    for jobs in SIZES:
-        for policy in POLICIES:
-            outcome = outcomes[costs, policy, jobs]
+    for jobs, policies in SWEEP.items():
+        for policy in policies:
+            outcome = outcomes[costs, policy, jobs, SWEEP_STEPS]
             records.append(
                 {
                     "table": "policies",

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.node import MAX_TURN_TOKENS, TURNS, Costs, Outcome, Policy, simulate
+from benchmarks.node import MAX_TURN_TOKENS, STEPS, TURNS, Costs, Outcome, Policy, simulate
 
 Vector: TypeAlias = npt.NDArray[np.float64]
 
@@ -28,7 +28,7 @@ TRAIN_SECONDS = 30.0
 """A training step of this stack, by its authors, in the weeks of the measurement (as a round example):
 https://github.com/NovaSky-AI/SkyRL/pull/1638. The figures of one and two experiments leave it open."""
 
-REFERENCE = Policy(name="reference", seats=1024, slots=JOBS)
+REFERENCE = Policy(name="reference", seats=1024, by_step=True, slots=JOBS)
 """No gate: vLLM's first come, first served, which FairShare among equals comes to, with that stack's 1024 sequences a
 GPU (https://github.com/NovaSky-AI/SkyRL, skyrl/train/config). The trainer takes all forward_backward calls that wait,
 one after the other, and answers when all are done (https://github.com/NovaSky-AI/SkyRL/issues/1846)."""
@@ -58,7 +58,7 @@ def in_waves(outcome: Outcome) -> Figures:
     ends = outcome.ends
     waves = JOBS // len(ends)
     mean = (waves - 1) / 2 * outcome.last + sum(ends) / len(ends)
-    return Figures(last=waves * outcome.last, mean=mean, first=ends[0], step=outcome.step)
+    return Figures(last=waves * outcome.last, mean=mean, first=ends[0], step=sum(ends) / len(ends) / STEPS)
 
 
 def calibrate(published: Mapping[int, Figures], train: float = TRAIN_SECONDS, policy: Policy = REFERENCE) -> Costs:

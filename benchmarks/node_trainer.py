@@ -1,10 +1,11 @@
 """The trainer of the simulated node, in two ways.
 
-`in_process`: the engine's own client (clora_engine.trainer_client), with its queue and its order of calls, talks its
-own protocol to a process that only lets time pass: forward_backward takes the seconds of a step, all else nothing.
+`ClientTrainer`: the engine's own client (clora_engine.trainer_client), with its queue, its order of calls and its
+joining, talks its own protocol to a process that only lets time pass: in forward_backward, for all else takes nothing.
 
-`StepTrainer`: all calls of one experiment's step are one turn, and up to K turns that wait make one pass. A pass of k
-steps takes fixed + k × the rest, where `fixed` is the part of a step's seconds that does not grow with its tokens.
+`StepTrainer`: all calls of one experiment's step are one turn, and up to K turns that wait make one pass.
+
+A pass of k steps takes fixed + k × (1 - fixed) of a step's seconds; `fixed` is the part that does not grow with tokens.
 """
 
 from __future__ import annotations
@@ -17,22 +18,29 @@ import msgspec
 
 from clora_engine import trainer_protocol as protocol
 from clora_engine.trainer_client import TrainerClient
-from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, Loss, OptimResult
+from clora_engine.types import AdamParams, ForwardBackwardResult, Loss, OptimResult
 
 ADAM = AdamParams(learning_rate=1e-5)
 LOSS = Loss(name="PPO", denominator=1.0)
+ANY_SIZE = 1 << 30
+
+
+def _pass_seconds(seconds: float, fixed: float, steps: int) -> float:
+    return seconds * (fixed + (1.0 - fixed) * steps)
 
 
 class ClientTrainer:
-    """A step's calls through the engine's own client, in the order of clora_engine.training."""
+    """A step's calls through the engine's own client, in the order of clora_engine.training. slots: calls that one pass
+    can join; every call is taken to be small enough for it."""
 
-    def __init__(self, seconds: float) -> None:
-        self._process = _Process(seconds)
+    def __init__(self, seconds: float, slots: int, fixed: float) -> None:
         reader = asyncio.StreamReader()
-        self._process.reader = reader
+        self._process = _Process(seconds, fixed, reader)
         self._client = TrainerClient(
             cast(asyncio.subprocess.Process, self._process), reader, cast(asyncio.StreamWriter, self._process)
         )
+        self._client.info = protocol.StartInfo(0, 0, 0, 0, 0.0, slots=slots, join_below=ANY_SIZE)
+        self._client._tokens_per_microbatch = ANY_SIZE  # what TrainerClient.start would set
 
     @property
     def busy_seconds(self) -> float:
@@ -54,11 +62,9 @@ class ClientTrainer:
 class _Process:
     """What a TrainerClient holds of its process, and the writing end of its stream."""
 
-    reader: asyncio.StreamReader
-
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, fixed: float, reader: asyncio.StreamReader) -> None:
         self.busy_seconds = 0.0
-        self._seconds = seconds
+        self._seconds, self._fixed, self._reader = seconds, fixed, reader
         self._ended = asyncio.Event()
         self._frame = bytearray()
 
@@ -69,10 +75,12 @@ class _Process:
             return
         command = msgspec.msgpack.decode(bytes(self._frame[size:]), type=protocol.Command)
         self._frame.clear()
-        seconds = self._seconds if isinstance(command, protocol.ForwardBackward) else 0.0
+        seconds = 0.0
+        if isinstance(command, protocol.Joined):
+            seconds = _pass_seconds(self._seconds, self._fixed, len(command.calls))
         self.busy_seconds += seconds
-        body = msgspec.msgpack.encode(protocol.Reply(result=msgspec.Raw(msgspec.msgpack.encode(_answer(command)))))
-        asyncio.get_running_loop().call_later(seconds, self.reader.feed_data, protocol.header(body) + body)
+        body = msgspec.msgpack.encode(_reply(_answer(command)))
+        asyncio.get_running_loop().call_later(seconds, self._reader.feed_data, protocol.header(body) + body)
 
     async def drain(self) -> None:
         pass
@@ -80,19 +88,26 @@ class _Process:
     def close(self) -> None:
         self._ended.set()
 
+    kill = close
+
     async def wait(self) -> int:
         await self._ended.wait()
         return 0
 
 
+def _reply(answer: object) -> protocol.Reply:
+    return protocol.Reply(result=msgspec.Raw(msgspec.msgpack.encode(answer)))
+
+
 def _answer(command: protocol.Command) -> object:
     match command:
-        case protocol.ForwardBackward():
-            return ForwardBackwardResult(loss=0.0, metrics={}, tokens=0, seconds=0.0)
+        case protocol.Joined():
+            done = ForwardBackwardResult(
+                loss=0.0, metrics={}, tokens=0, plain_tokens=0, adapters=len(command.calls), seconds=0.0
+            )
+            return [_reply(done) for _ in command.calls]
         case protocol.OptimStep():
             return OptimResult(step=0, grad_norm=0.0, skipped=False, seconds=0.0)
-        case protocol.Create() | protocol.Load():
-            return AdapterInfo(parameters=0, host_bytes=0, step=0)
     return None
 
 
@@ -121,7 +136,7 @@ class StepTrainer:
     async def _passes(self) -> None:
         while self._waiting:
             turns = [self._waiting.popleft() for _ in range(min(self._slots, len(self._waiting)))]
-            seconds = self._seconds * (self._fixed + (1.0 - self._fixed) * len(turns))
+            seconds = _pass_seconds(self._seconds, self._fixed, len(turns))
             self.busy_seconds += seconds
             await asyncio.sleep(seconds)
             for done in turns:
