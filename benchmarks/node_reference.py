@@ -76,7 +76,8 @@ def fit(alone: Figures, pair: Figures, train: float, policy: Policy) -> Costs:
         return Costs(decode_base=float(x[0] * unit[0]), decode_load=float(x[1] * unit[1]), train=train)
 
     def miss(x: Vector) -> Vector:
-        return np.array([simulate(costs(x), policy, jobs).last for jobs in (1, 2)]) / wanted - 1.0
+        found: Vector = np.array([simulate(costs(x), policy, jobs).last for jobs in (1, 2)]) / wanted - 1.0
+        return found
 
     best = np.array([1.0, 0.1])
     missed = miss(best)
