@@ -76,4 +76,8 @@ bench: setup  ## eight experiments, N at a time, against one after the other (3 
 	$(PYTHON) -m benchmarks.throughput --work $(WORK)/throughput --out docs/benchmarks/throughput.json
 	$(PYTHON) -m benchmarks.throughput render docs/benchmarks/throughput.json >docs/benchmarks/throughput.md
 
-.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-operator bench-learning bench
+bench-peers: setup  ## clora against TRL and SkyRL on the same work (2 hours, goes on where it was stopped)
+	$(PYTHON) -m benchmarks.peers --work $(WORK)/peers --out docs/benchmarks/peers.json
+	$(PYTHON) -m benchmarks.peers render docs/benchmarks/peers.json >docs/benchmarks/peers.md
+
+.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-operator bench-learning bench bench-peers

@@ -68,9 +68,9 @@ def engine(folder: Path, **flags: Any) -> Iterator[EngineProcess]:
         process.close()
 
 
-def warm_up(process: EngineProcess, seed: int = 1) -> None:
-    """Teaches the form of the tools from 144 demonstrations, drawn evenly over templates; once a storage."""
-    spec = {
+def warm_up_spec(seed: int = 1) -> dict[str, Any]:
+    """144 demonstrations, drawn evenly over templates, that teach the form of the tools."""
+    return {
         "engineRef": {"name": "local"},
         "lora": {**LORA, "seed": seed},
         "algorithm": {
@@ -84,7 +84,11 @@ def warm_up(process: EngineProcess, seed: int = 1) -> None:
         "data": {"builtin": "Generated"},
         "maxSteps": 18,
     }
-    process.put(WARM_UP, spec).raise_for_status()  # one that has ended on this storage stays ended
+
+
+def warm_up(process: EngineProcess, seed: int = 1) -> None:
+    """Makes the start of all jobs; once a storage."""
+    process.put(WARM_UP, warm_up_spec(seed)).raise_for_status()  # one that has ended on this storage stays ended
     _expect_success(process.wait(WARM_UP, lambda r: r.phase in FINAL, MAX_SECONDS))
     process.delete(WARM_UP)
 
