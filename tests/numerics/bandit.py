@@ -9,6 +9,8 @@ import math
 import random
 from collections import deque
 
+import torch
+
 from clora_engine.trainer import Trainer
 from clora_engine.types import AdamParams, Completion, Group, LoraConfig, Row, Trajectory
 from tests.numerics.tiny import VOCABULARY, tiny_trainer
@@ -25,6 +27,7 @@ class Bandit:
     """A trainer with one adapter, and the policies of its last `lag` + 1 steps to draw from."""
 
     def __init__(self, *, seed: int = 0, lag: int = 0) -> None:
+        torch.set_num_threads(1)  # the model is too small for more
         self.trainer: Trainer = tiny_trainer(budget=1024)
         self.trainer.create("a", LoraConfig(rank=8, alpha=16, seed=seed))
         self._rng = random.Random(seed)
