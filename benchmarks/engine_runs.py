@@ -24,6 +24,7 @@ WARM_UP_FAMILIES = "errands,TwoStep"
 FAMILIES = ("kitchen", "garden", "trips", "workshop")  # of one-step problems that the warm-up has not seen
 LORA = {"rank": 16, "alpha": 32}
 LEARNING_RATE = "5e-4"
+THREADS = 2
 MAX_SECONDS = 4 * 3600.0
 
 
@@ -57,8 +58,8 @@ def engine(folder: Path, **flags: Any) -> Iterator[EngineProcess]:
         "max_model_len": 1024,
         "max_num_seqs": 128,
         "kv_cache_memory": "1Gi",
-        "sampler_threads": 2,
-        "trainer_threads": 2,
+        "sampler_threads": THREADS,
+        "trainer_threads": THREADS,
     }
     process = EngineProcess(folder, model(), **{**settings, **flags})
     try:
