@@ -53,4 +53,4 @@ def limit_seconds(rates: Rates, record: Mapping[str, Any], in_flight: int) -> fl
     compute = rates.compute_seconds(
         min(abreast, SEATS), record["sampled_tokens"], record["prompt_tokens"], record["trained_tokens"]
     )
-    return max(compute, record["tool_seconds"] / abreast)
+    return max(compute, float(record["tool_seconds"]) / abreast)

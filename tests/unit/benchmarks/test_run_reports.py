@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def job(name: str, ended: float, reward: float) -> dict[str, Any]:
     return {"name": name, "attached": 0.0, "ended": ended, "metrics": [{"step": 0}, line]}
 
 
-def part(at_once: int, ends: list[float], length: str = "long", scheduling: str = "FairShare") -> Any:
+def part(at_once: int, ends: Sequence[float], length: str = "long", scheduling: str = "FairShare") -> Any:
     names = [f"agentic-{family}-{seed}" for family in FAMILIES for seed in (1, 2)]
     rewards = [0.7, 0.9, 0.8, 1.0]
     measured = {
