@@ -49,7 +49,7 @@ class Rates:
 
 def limit_seconds(rates: Rates, record: Mapping[str, Any], in_flight: int) -> float:
     """Of a record of throughput_report."""
-    abreast = in_flight * record["at_once"]
+    abreast: int = in_flight * record["at_once"]
     compute = rates.compute_seconds(
         min(abreast, SEATS), record["sampled_tokens"], record["prompt_tokens"], record["trained_tokens"]
     )
