@@ -81,4 +81,8 @@ bench-node-model: setup  ## simulation of an 8-GPU node, fitted to the reference
 	$(PYTHON) -m benchmarks.node_model render docs/benchmarks/node_model.json >docs/benchmarks/node_model.md
 	$(PYTHON) -m benchmarks.node_model plot docs/benchmarks/node_model.json docs/benchmarks/node_model.svg
 
-.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-operator bench-learning bench bench-node-model
+bench-peers: setup  ## clora against TRL and SkyRL on the same work (2 hours, goes on where it was stopped)
+	$(PYTHON) -m benchmarks.peers --work $(WORK)/peers --out docs/benchmarks/peers.json
+	$(PYTHON) -m benchmarks.peers render docs/benchmarks/peers.json >docs/benchmarks/peers.md
+
+.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-operator bench-learning bench bench-peers bench-node-model

@@ -24,6 +24,7 @@ WARM_UP_FAMILIES = "errands,TwoStep"
 FAMILIES = ("kitchen", "garden", "trips", "workshop")  # of one-step problems that the warm-up has not seen
 LORA = {"rank": 16, "alpha": 32}
 LEARNING_RATE = "5e-4"
+THREADS = 2
 MAX_SECONDS = 4 * 3600.0
 
 
@@ -57,8 +58,8 @@ def engine(folder: Path, **flags: Any) -> Iterator[EngineProcess]:
         "max_model_len": 1024,
         "max_num_seqs": 128,
         "kv_cache_memory": "1Gi",
-        "sampler_threads": 2,
-        "trainer_threads": 2,
+        "sampler_threads": THREADS,
+        "trainer_threads": THREADS,
     }
     process = EngineProcess(folder, model(), **{**settings, **flags})
     try:
@@ -68,9 +69,9 @@ def engine(folder: Path, **flags: Any) -> Iterator[EngineProcess]:
         process.close()
 
 
-def warm_up(process: EngineProcess, seed: int = 1) -> None:
-    """Teaches the form of the tools from 144 demonstrations, drawn evenly over templates; once a storage."""
-    spec = {
+def warm_up_spec(seed: int = 1) -> dict[str, Any]:
+    """144 demonstrations, drawn evenly over templates, that teach the form of the tools."""
+    return {
         "engineRef": {"name": "local"},
         "lora": {**LORA, "seed": seed},
         "algorithm": {
@@ -84,7 +85,11 @@ def warm_up(process: EngineProcess, seed: int = 1) -> None:
         "data": {"builtin": "Generated"},
         "maxSteps": 18,
     }
-    process.put(WARM_UP, spec).raise_for_status()  # one that has ended on this storage stays ended
+
+
+def warm_up(process: EngineProcess, seed: int = 1) -> None:
+    """Makes the start of all jobs; once a storage."""
+    process.put(WARM_UP, warm_up_spec(seed)).raise_for_status()  # one that has ended on this storage stays ended
     _expect_success(process.wait(WARM_UP, lambda r: r.phase in FINAL, MAX_SECONDS))
     process.delete(WARM_UP)
 

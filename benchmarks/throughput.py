@@ -26,9 +26,11 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import report
-from benchmarks.engine_runs import FAMILIES, Job, Parts, engine, forget, rl_spec, run, warm_up
+from benchmarks.engine_runs import FAMILIES, THREADS, Job, Parts, engine, forget, rl_spec, run, warm_up
+from benchmarks.limits import SEATS, Rates, limit_seconds
 from benchmarks.throughput_report import headlines, record, render, write_plot
 from benchmarks.tool_server import ToolServer
+from local.model import model
 from tests.engine_fixtures import EngineProcess
 
 SEEDS = (1, 2)
@@ -128,13 +130,14 @@ def measure(case: Case, steps: int, work: Path) -> dict[str, Any]:
         warm_up(process)
         made = jobs(case, steps, server)
         forget(process, made)
-        before = counters(process)
+        before, tool_seconds = counters(process), server.seconds if server else 0.0
         ended = run(process, made, case.at_once)
         after = counters(process)
     return {
         "commit": report.commit(),
         "start_seconds": start_seconds,
         "counters": {name: after[name] - before[name] for name in COUNTERS},
+        "tool_seconds": server.seconds - tool_seconds if server else 0.0,
         "jobs": [job.to_dict() for job in ended],
     }
 
@@ -165,14 +168,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def publish(parts: Parts, out: Path) -> None:
-    """Writes the results of all parts that are there."""
+    """Writes the results of all parts that are there, with the limit of each from rates that are measured now."""
+    rows = {min(work.in_flight * case.at_once, SEATS) for name, work in WORKLOADS.items() for case in cases(name)}
+    rates = Rates.measure(model(), sorted(rows), THREADS)
     records, commits = [], set()
     for part in repetitions():
         measured = parts.read(str(part))
         if measured is not None:
-            records.append(record(str(part), asdict(part.case), part.length, measured))
+            one = record(str(part), asdict(part.case), part.length, measured)
+            limit = limit_seconds(rates, one, WORKLOADS[part.case.workload].in_flight)
+            records.append(one | {"limit_seconds": round(limit, 2)})
             commits.add(measured["commit"])
-    settings = {"steps": LONG_STEPS, "short_steps": SHORT_STEPS, "commits": sorted(commits)}
+    settings = {"rates": asdict(rates), "steps": LONG_STEPS, "short_steps": SHORT_STEPS, "commits": sorted(commits)}
     command = "python -m benchmarks.throughput " + " ".join(sys.argv[1:])
     report.write(out, command, settings, headlines(records), records)
     write_plot(records, out.with_suffix(".svg"))

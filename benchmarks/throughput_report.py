@@ -47,6 +47,7 @@ def record(part: str, case: Mapping[str, Any], length: str, measured: Mapping[st
         "sampled_tokens": counters["sampler_generated_tokens"],
         "prompt_tokens": counters["sampler_prompt_tokens"] - counters["sampler_cached_prompt_tokens"],
         "trained_tokens": sum(line.get("trained_tokens", 0.0) for line in steps),
+        "tool_seconds": round(measured["tool_seconds"], 2),
         "tokens_per_second": round(counters["sampler_generated_tokens"] / last, 1),
         "sampler_idle": round(1 - counters["sampler_busy_seconds"] / last, 3),
         "trainer_idle": round(1 - counters["trainer_busy_seconds"] / last, 3),
@@ -102,6 +103,10 @@ def headlines(records: Sequence[Record]) -> dict[str, float]:
         key = workload, at_once, scheduling, 0
         if key in runs.by_case:
             found[name] = runs.speedup(key, figure, cold=name.endswith("cold")).median
+    for workload in runs.workloads:
+        long = runs.by_case[workload, 8, "FairShare", 0].get("long")
+        if long is not None:
+            found[f"{workload}_share_of_limit_n8"] = round(long["limit_seconds"] / long["last"], 3)
     return found | {"reward_delta_over_sigma": reward_delta([one for one in records if one["length"] == "long"])}
 
 
@@ -146,7 +151,8 @@ def _head(document: Mapping[str, Any]) -> Iterator[str]:
         "*Last*, *mean* and *first*: ends of the eight, waiting included, against one after the other on the same warm"
         " engine; *cold*: against one after the other, each with an engine start of its own. Medians over the"
         " repetitions (one long, the others short), smallest and largest in parentheses; the other columns are the long"
-        " one's."
+        " one's. *Limit*: the least time that the run could take here, from the measured rate of the base model's"
+        " matrix products alone and the seconds of the tools (benchmarks/limits.py)."
     )
     yield ""
     for name, value in document["headlines"].items():
@@ -159,9 +165,11 @@ def _tables(records: Sequence[Record]) -> Iterator[str]:
     for workload in runs.workloads:
         yield f"## {workload}"
         yield ""
-        yield "| at once | policy | last | mean | first | last, cold | step | rollout | train | publish | tok/s"
-        yield " | sampler idle | trainer idle | reward, last 3 |"
-        yield "|---" * 14 + "|"
+        yield (
+            "| at once | policy | last | mean | first | last, cold | share of the limit | step | rollout | train"
+            " | publish | tok/s | sampler idle | trainer idle | reward, last 3 |"
+        )
+        yield "|---" * 15 + "|"
         for key in runs.cases(workload):
             long = runs.by_case[key].get("long")
             if long is not None:
@@ -178,6 +186,7 @@ def _row(runs: Runs, key: tuple[str, int, str, int], long: Record) -> str:
         policy,
         *(speedups if at_once > 1 else [f"{long[figure]:.0f} s" for figure in ("last", "mean", "first")]),
         f"{runs.speedup(key, 'last', cold=True)} ×",
+        f"{long['limit_seconds'] / long['last']:.0%}",
         *(f"{long[f'{name}_seconds']:.1f} s" for name in ("step", "rollout", "train", "publish")),
         f"{long['tokens_per_second']:.0f}",
         f"{long['sampler_idle']:.0%}",

@@ -10,6 +10,8 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +28,8 @@ class ToolServer:
 
     def __init__(self, seconds: tuple[float, float] = (0.0, 0.0)) -> None:
         self._port = free_port()
-        app = _app(seconds)
+        self.seconds = 0.0  # that the calculator has taken, over all its calls
+        app = _app(partial(self._dawdle, seconds, random.Random(0)))  # noqa: S311
         self._server = uvicorn.Server(uvicorn.Config(app, host="localhost", port=self._port, log_level="warning"))
         self._thread = threading.Thread(target=self._server.run, name="tool-server", daemon=True)
 
@@ -37,6 +40,11 @@ class ToolServer:
     def engine_flags(self) -> dict[str, Any]:
         """What an engine must be started with to reach it."""
         return {"environment_host": f"localhost:{self._port}", "loopback_environments": True}
+
+    async def _dawdle(self, seconds: tuple[float, float], dice: random.Random) -> None:
+        taken = dice.uniform(*seconds)
+        self.seconds += taken
+        await asyncio.sleep(taken)
 
     def __enter__(self) -> ToolServer:
         self._thread.start()
@@ -50,7 +58,7 @@ class ToolServer:
         self._thread.join(30)
 
 
-def _app(seconds: tuple[float, float]) -> FastAPI:
+def _app(dawdle: Callable[[], Awaitable[None]]) -> FastAPI:
     app = FastAPI()
     episodes: dict[str, tuple[Environment, str]] = {}
     answers: dict[tuple[str, str], dict[str, Any]] = {}  # a request that comes again is answered the same
@@ -79,7 +87,7 @@ def _app(seconds: tuple[float, float]) -> FastAPI:
             environment, rewards = episodes[body["episode"]]
             result = await environment.step(_turn(body["message"]))
             if not result.done:
-                await asyncio.sleep(dice.uniform(*seconds))
+                await dawdle()
             answers[key] = _answer(result, rewards, dice)
         return answers[key]
 

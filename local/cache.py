@@ -49,7 +49,7 @@ def install_pinned(requirements: Path, target: Path) -> None:
 
     Uses uv where it is, else pip; both refuse a file whose hash is not the one written down.
     """
-    uv = _working_uv()
+    uv = working_uv()
     installer = [uv, "pip", "install", "--quiet"] if uv else [sys.executable, "-m", "pip", "install", "--quiet"]
     command = [*installer, "--no-deps", "--require-hashes", "--target", str(target), "-r", str(requirements)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
@@ -57,7 +57,7 @@ def install_pinned(requirements: Path, target: Path) -> None:
         raise LocalClusterError(f"cannot install {requirements.name} ({' '.join(installer)}):\n{done.stderr.strip()}")
 
 
-def _working_uv() -> str | None:
+def working_uv() -> str | None:
     """A version manager may have put a `uv` on the PATH that only says which Python lacks it."""
     uv = shutil.which("uv")
     works = uv and subprocess.run([uv, "--version"], capture_output=True, check=False).returncode == 0  # noqa: S603

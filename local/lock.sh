@@ -17,3 +17,10 @@ printf '%s\n' accelerate peft simpleeval transformers |
   python=3.12 compile --no-deps --constraint "$gpu" - -o requirements/engine-on-vllm.txt
 compile pyproject.toml --extra cpu --constraint requirements/cpu.txt -o requirements/engine-cpu.txt
 echo hatchling | compile --constraint requirements/cpu.txt - -o requirements/build.txt
+# The peers of benchmarks/peers, each for an environment of its own: TRL beside clora's torch, transformers and PEFT.
+# Of clora they import what plays episodes. SkyRL needs aiohttp too, which it does not declare, and Python 3.12.
+clora="aiohttp msgspec pydantic pyyaml regex simpleeval"
+printf '%s\n' trl==1.16.0 peft datasets $clora |
+  compile --constraint requirements/cpu.txt - -o requirements/peer-trl.txt
+printf '%s\n' 'skyrl[jax,tinker]==0.4.0' tinker==0.25.0 torch==2.13.0 $clora |
+  python=3.12 compile - -o requirements/peer-skyrl.txt

@@ -109,6 +109,15 @@ class ReportedCheckpoint(WireModel):
     step: int
     path: str
     digest: str
+    best: bool = False  # measured best of all that were committed
+
+
+class ReportedBest(WireModel):
+    """The commit that was measured best, and by what."""
+
+    step: int
+    metric: str
+    value: float
 
 
 class ExperimentReport(WireModel):
@@ -132,6 +141,7 @@ class ExperimentReport(WireModel):
     adapter_digest: str = ""
     progress: ReportedProgress = ReportedProgress()
     checkpoint: ReportedCheckpoint | None = None
+    best: ReportedBest | None = None
 
 
 class ExperimentList(WireModel):

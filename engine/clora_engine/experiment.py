@@ -25,6 +25,7 @@ from clora_api.control import (
     DesiredExperiment,
     ExperimentReport,
     Phase,
+    ReportedBest,
     ReportedCheckpoint,
     RunMode,
     spec_digest,
@@ -202,7 +203,7 @@ class Experiment:
             self._take(await self._training.begin(plan))
         else:
             await trainer.load(uid, commit.folder, optimizer=True, config=plan.lora)
-            self._commit = commit
+            self._commit, self._training.best = commit, commit.manifest.best
             self._progress.resume(commit, await asyncio.to_thread(self._journal.read_metrics))
             self._tell_gate(plan)
             await self._training.publish(self._progress.step)
@@ -259,7 +260,8 @@ class Experiment:
         """Everything made is committed before the slot is left."""
         await self._training.rest()
         if self._commit is None or self._commit.manifest.step < self._progress.step:
-            self._commit = await self._training.commit(self._progress.step, self._progress.position)
+            progress = self._progress
+            self._commit = await self._training.commit(plan, progress.step, progress.position, progress.values)
         if self.phase is Phase.DELETING:
             return
         if self._complete(plan):
@@ -336,6 +338,7 @@ class Experiment:
                 self.desired.spec.max_steps, self._activity if self.phase is Phase.RUNNING else ""
             ),
             checkpoint=reported_checkpoint(commit, self._services.config.storage) if commit else None,
+            best=_reported_best(commit),
         )
 
     def _write_result(self) -> None:
@@ -356,7 +359,12 @@ class Experiment:
         return True
 
 
-def reported_checkpoint(commit: Commit, storage: Path) -> ReportedCheckpoint:
-    """A commit as the control API shows it: by its path within the storage."""
-    path = str(commit.folder.relative_to(storage))
-    return ReportedCheckpoint(step=commit.manifest.step, path=path, digest=commit.digest)
+def reported_checkpoint(commit: Commit, storage: Path, best: int | None = None) -> ReportedCheckpoint:
+    """A commit as the control API shows it: by its path within the storage. best: the step of the best commit."""
+    path, step = str(commit.folder.relative_to(storage)), commit.manifest.step
+    return ReportedCheckpoint(step=step, path=path, digest=commit.digest, best=step == best)
+
+
+def _reported_best(commit: Commit | None) -> ReportedBest | None:
+    best = commit.manifest.best if commit else None
+    return ReportedBest(step=best.step, metric=best.metric, value=best.value) if best else None

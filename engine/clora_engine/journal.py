@@ -32,6 +32,7 @@ from typing import Any
 
 import msgspec
 
+from clora_engine.best import Best
 from clora_engine.errors import CheckpointError, FolderLockedError, StaleEpochError, UserError
 from clora_engine.types import Group
 
@@ -41,7 +42,7 @@ LOCK_POLL_SECONDS = 0.01
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A commit. `files`: name -> sha256 in hex. `metrics_bytes`: length of metrics.jsonl at the commit. `position`:
-    examples of the data consumed. `time`: seconds since the Unix epoch."""
+    examples of the data consumed. `time`: seconds since the Unix epoch. `best`: of all commits up to this one."""
 
     step: int
     epoch: int
@@ -49,6 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics_bytes: int
     position: int
     time: float
+    best: Best | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +149,8 @@ class Journal:
         lines = self._metrics.read_bytes().splitlines() if self._metrics.exists() else []
         return [dict(json.loads(line)) for line in lines]
 
-    def commit(self, step: int, position: int, now: float) -> Commit:
-        """Commits what lies in step_folder(step) and all metrics so far.
+    def commit(self, step: int, position: int, now: float, best: Best | None = None) -> Commit:
+        """Commits what lies in step_folder(step) and all metrics so far, and marks the best commit.
 
         Raises StaleEpochError when a newer engine has taken the folder over; nothing has come to exist then.
         """
@@ -166,6 +168,7 @@ class Journal:
                 metrics_bytes=self._metrics.stat().st_size if self._metrics.exists() else 0,
                 position=position,
                 time=now,
+                best=best,
             )
             data = msgspec.json.encode(manifest)
             shutil.rmtree(folder, ignore_errors=True)  # of a kill between the next two lines; it has no manifest
@@ -220,12 +223,14 @@ class Journal:
                     shutil.rmtree(folder, ignore_errors=True)  # an engine of an older epoch may be writing there
         return commit
 
-    def prune(self, keep: int) -> None:
-        """Removes commits but the first, the latest and `keep` before it, and the rollouts of steps as old. Raises
-        StaleEpochError."""
+    def prune(self, keep: int, best: int | None = None) -> None:
+        """Removes commits but the first, the best, the latest and `keep` before it, and the rollouts of steps as old.
+        Raises StaleEpochError."""
         with self._owned():
             steps = self.commits()
             for step in steps[1 : -keep - 1]:
+                if step == best:
+                    continue
                 folder = self._step_folder(step)
                 (folder / "manifest.json").unlink()  # first: a half-removed step must not look committed
                 shutil.rmtree(folder)

@@ -25,6 +25,7 @@ from clora_engine.chat import Renderer
 from clora_engine.environments.protocol import EnvironmentFactory, Example
 from clora_engine.episode import Episode
 from clora_engine.errors import TransientError, UserError
+from clora_engine.rollout_metrics import evaluation_metrics
 from clora_engine.types import Group, Sample, SamplingParams, Version
 
 logger = logging.getLogger(__name__)
@@ -133,33 +134,38 @@ class Rollouts(Generic[L]):
 
         return await _all([one(prompt) for prompt in prompts])
 
-    async def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Plays every example once, greedily, all under one version.
+    async def evaluate(
+        self, examples: Sequence[Example], *, samples: int = 0, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """Plays every example once greedily and `samples` times at a temperature, all under one version.
 
         Returns:
-            `eval_accuracy`, the share of episodes with a reward of at least 1; `eval_reward`, the mean;
-            `eval_examples`, the number of episodes both are taken over; `eval_errors`, the number of those that failed
-            and are not counted. Without any that can be counted, accuracy and reward are left out.
+            `eval_accuracy`, the share of greedy episodes with a reward of at least 1; `eval_reward`, their mean;
+            `eval_examples`, the number of episodes both are taken over. With samples: `eval_pass_at_k`, the share of
+            examples of which at least one of k = `samples` episodes was right (with as many episodes as k, that is the
+            unbiased estimate of Chen et al., 2021, arXiv:2107.03374), `eval_mean_at_k`, the share of episodes.
+            `eval_errors`, the number of episodes that failed and are not counted. Without any that can be counted,
+            shares and mean are left out.
         """
 
-        parts = [examples[start : start + self._part] for start in range(0, len(examples), self._part)]
-
-        async def play(lease: L, part: Sequence[Example]) -> list[Episode]:
+        async def play(lease: L, part: Sequence[Example], temperature: float) -> list[Episode]:
             async with self._slots:
-                return await self._play(lease, part, temperature=0.0)
+                return await self._play(lease, part, temperature=temperature)
 
-        async def everything() -> list[Episode]:
-            with self._sampler.lease(self._config.experiment) as lease:
-                played = await _all([play(lease, part) for part in parts])
+        async def all_of(lease: L, wanted: Sequence[Example], temperature: float) -> list[Episode]:
+            parts = [wanted[start : start + self._part] for start in range(0, len(wanted), self._part)]
+            played = await _all([play(lease, part, temperature) for part in parts])
             return [episode for part in played for episode in part]
 
-        episodes = await self._with_retries(everything)
-        rewards = [episode.reward for episode in episodes if not episode.error]
-        metrics = {"eval_examples": float(len(rewards)), "eval_errors": float(len(episodes) - len(rewards))}
-        if rewards:
-            metrics["eval_accuracy"] = sum(reward >= 1.0 for reward in rewards) / len(rewards)
-            metrics["eval_reward"] = sum(rewards) / len(rewards)
-        return metrics
+        async def everything() -> tuple[list[Episode], list[Episode]]:
+            repeated = [example for example in examples for _ in range(samples)]
+            with self._sampler.lease(self._config.experiment) as lease:
+                greedy, drawn = await _all([all_of(lease, examples, 0.0), all_of(lease, repeated, temperature)])
+            return greedy, drawn
+
+        greedy, drawn = await self._with_retries(everything)
+        each = [drawn[start : start + samples] for start in range(0, len(drawn), samples)] if samples else []
+        return evaluation_metrics(greedy, each)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
         for retry in range(self._config.retries):

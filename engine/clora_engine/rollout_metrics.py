@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
+from clora_engine.episode import Episode
 from clora_engine.types import Group
 
 
@@ -47,3 +48,23 @@ def step_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "tool_calls": float(sum(trajectory.tool_calls for trajectory in good)),
         "tool_errors": float(sum(trajectory.tool_errors for trajectory in good)),
     }
+
+
+def evaluation_metrics(greedy: Sequence[Episode], drawn: Sequence[Sequence[Episode]]) -> dict[str, float]:
+    """Metrics of an evaluation (see Rollouts.evaluate). greedy: an episode for each example. drawn: several, or none
+    for all."""
+    everything = [*greedy, *(episode for several in drawn for episode in several)]
+    good = [episode.reward for episode in greedy if not episode.error]
+    metrics = {"eval_examples": float(len(good)), "eval_errors": float(sum(bool(e.error) for e in everything))}
+    if good:
+        metrics["eval_accuracy"] = statistics.fmean(_right(good))
+        metrics["eval_reward"] = statistics.fmean(good)
+    counted = [_right([e.reward for e in several if not e.error]) for several in drawn]
+    if any(counted):
+        metrics["eval_pass_at_k"] = statistics.fmean(any(several) for several in counted if several)
+        metrics["eval_mean_at_k"] = statistics.fmean(right for several in counted for right in several)
+    return metrics
+
+
+def _right(rewards: Sequence[float]) -> list[bool]:
+    return [reward >= 1.0 for reward in rewards]

@@ -218,12 +218,10 @@ class Supervisor:
     def checkpoints(self, uid: str) -> CheckpointList:
         """Commits of an experiment, attached or not. Raises UnknownExperimentError."""
         journal = self.journal(uid)
-        items = []
-        for step in journal.commits():
-            commit = journal.read_commit(step)
-            assert commit is not None
-            items.append(reported_checkpoint(commit, self._config.storage))
-        return CheckpointList(items=items)
+        commits = [commit for step in journal.commits() if (commit := journal.read_commit(step)) is not None]
+        marked = commits[-1].manifest.best if commits else None
+        best = marked.step if marked else None
+        return CheckpointList(items=[reported_checkpoint(commit, self._config.storage, best) for commit in commits])
 
     def journal(self, uid: str) -> Journal:
         """The folder of a uid, to read from. Raises UnknownExperimentError."""

@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from clora_api.v1alpha1.base import number
 from clora_api.v1alpha1.experiment import Estimator
 from clora_engine import advantages
 from clora_engine.advantages import Batch
+from clora_engine.best import Best, better, measured
 from clora_engine.chat import Demonstration
 from clora_engine.config import EngineConfig
 from clora_engine.data import demonstration
@@ -72,6 +74,7 @@ class Training:
         self._ahead = Ahead(Drawer(journal, self._rollouts))
         self._updates = Updates(services.trainer, journal, uid)
         self._published = 0  # the version's step
+        self.best: Best | None = None
 
     async def rest(self) -> None:
         """No step follows for now: ends what is being drawn ahead."""
@@ -92,7 +95,7 @@ class Training:
         values |= await self._evaluate(plan, 0, last=False)
         values["wait_sampler_seconds"] = self._seconds_waited() - waited
         await asyncio.to_thread(self._journal.append_metrics, values)
-        return StepOutcome(0, 0, values, await self.commit(0, 0))
+        return StepOutcome(0, 0, values, await self.commit(plan, 0, 0, values))
 
     async def publish(self, step: int) -> None:
         """Makes the trainer's weights the version that the sampler serves for this experiment."""
@@ -149,15 +152,18 @@ class Training:
         await asyncio.to_thread(self._journal.append_metrics, line)
         commit = None
         if step % plan.spec.checkpoint.every == 0 or step >= plan.spec.max_steps:
-            commit = await self.commit(step, position)
-            await asyncio.to_thread(self._journal.prune, plan.spec.checkpoint.keep)
+            commit = await self.commit(plan, step, position, line)
+            best = self.best.step if self.best else None
+            await asyncio.to_thread(self._journal.prune, plan.spec.checkpoint.keep, best)
         return StepOutcome(step, position, line, commit)
 
-    async def commit(self, step: int, position: int) -> Commit:
-        """Commits what the trainer holds as `step`, and all metrics so far."""
+    async def commit(self, plan: Plan, step: int, position: int, values: Mapping[str, Any]) -> Commit:
+        """Commits what the trainer holds as `step`, and all metrics so far; `values` are the step's."""
         folder = await asyncio.to_thread(self._journal.step_folder, step)
         await self._services.trainer.save(self._uid, folder, optimizer=True)
-        return await asyncio.to_thread(self._journal.commit, step, position, time.time())
+        found = measured(values, evaluates=bool(plan.data.held_out))
+        self.best = better(self.best, found, {*await asyncio.to_thread(self._journal.commits), step})
+        return await asyncio.to_thread(self._journal.commit, step, position, time.time(), self.best)
 
     # ---------------------------------------------------------------- its parts
 
@@ -196,13 +202,16 @@ class Training:
         return shown
 
     async def _evaluate(self, plan: Plan, step: int, *, last: bool) -> dict[str, float]:
-        """Greedy accuracy on the held-out examples, when due: at both ends, and every so many steps."""
-        every = plan.spec.evaluation.every_steps
+        """Accuracy on the held-out examples, when due: at both ends, and every so many steps."""
+        asked = plan.spec.evaluation
+        every = asked.every_steps
         due = step == 0 or last or (every > 0 and step % every == 0)
         if not plan.data.held_out or not due:
             return {}
         self._activity("Evaluate")
-        return await self._rollouts(plan).evaluate(plan.data.held_out)
+        return await self._rollouts(plan).evaluate(
+            plan.data.held_out, samples=asked.samples, temperature=number(asked.temperature)
+        )
 
 
 def _advantages(plan: Plan, drawn: Drawn) -> Batch:
@@ -220,6 +229,9 @@ def _drawn_metrics(drawn: Drawn) -> dict[str, Any]:
         values["tokens_per_second"] = values["sampled_tokens"] * drawn.drawn / len(drawn.groups) / drawn.seconds
     if len(drawn.groups) > drawn.wanted:
         values["groups_refilled"] = float(len(drawn.groups) - drawn.wanted)
+    versions = {group.version_step for group in drawn.groups}
+    if len(versions) == 1:
+        values["drawn_with"] = float(*versions)
     return values | {"rollout_seconds": drawn.seconds, "environment_seconds": drawn.environment_seconds}
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from clora_api.control import ExperimentReport
 from clora_api.v1alpha1.conditions import ExperimentCondition, Reason, derive_state
 from clora_api.v1alpha1.experiment import (
+    BestCheckpoint,
     CheckpointStatus,
     Condition,
     EngineStatusRef,
@@ -93,6 +94,7 @@ def _status(o: ObservedExperiment, course: Course, now: datetime) -> ExperimentS
         queue_position=course.queue_position,
         restarts=old.restarts if course.restarts is None else course.restarts,
         checkpoint=_checkpoint(report) or old.checkpoint,
+        best_checkpoint=_best(report) or old.best_checkpoint,
         init_from=InitFromStatus(uid=init.uid, step=init.step) if init else old.init_from,
         start_time=old.start_time or (to_rfc3339(now) if attached_now or (course.end and report) else None),
         completion_time=to_rfc3339(now) if course.end else None,
@@ -186,6 +188,13 @@ def _checkpoint(report: ExperimentReport | None) -> CheckpointStatus | None:
         return None
     said = report.checkpoint
     return CheckpointStatus(step=said.step, path=clip(said.path, 1024), digest=clip(said.digest, 128))
+
+
+def _best(report: ExperimentReport | None) -> BestCheckpoint | None:
+    if report is None or report.best is None or not math.isfinite(report.best.value):
+        return None
+    best = report.best
+    return BestCheckpoint(step=best.step, metric=clip(best.metric, 64), value=_short(best.value))
 
 
 def _short(value: float) -> str:

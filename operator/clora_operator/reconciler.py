@@ -43,6 +43,7 @@ class Reconciler:
 
     def __init__(self, kube: Kube, settings: Settings, clock: Callable[[], datetime]) -> None:
         self._kube, self._settings, self._clock = kube, settings, clock
+        self._paced = settings
         self.cache = Cache()
         self.links = Links(settings.poll_seconds, clock, self._on_change)
         self._actor = Actor(kube, self.cache, self.links, clock)
@@ -141,7 +142,7 @@ class Reconciler:
         await self._learn(experiment)
         memory = self._memories.get(uid, Memory())
         observed = await self._observer.experiment(experiment, self._assignments.get(uid), memory)
-        plan = decide_experiment(observed, self._clock(), self._settings)
+        plan = decide_experiment(observed, self._clock(), self._paced)
         outcome = await self._actor.carry_out(experiment, plan)
         wants_changed = plan.wants_slot != observed.memory.wants_slot
         self._memories[uid] = replace(
@@ -224,6 +225,7 @@ class Reconciler:
         found = place(seats, asked)
         self._want(wanted(seats, asked, found, releases(self.cache.experiments(), self._memories)))
         old, self._assignments = self._assignments, found
+        self._paced = self._settings.paced(len(asked))
         for experiment in self.cache.experiments():
             uid = experiment.meta.uid
             if experiment.key in self._woken or old.get(uid) != found.get(uid):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -67,6 +67,9 @@ class Settings:
     progress_write_seconds: Annotated[float, "least time between two writes of progress"] = 5.0
     # The same while only the queue position changes.
     queue_write_seconds: Annotated[float, "least time between two writes of a queue position"] = 30.0
+    # Writes that only move something, of all experiments together: many of them are written less often each, so that
+    # hundreds do not load etcd. 0: no bound.
+    moving_writes_per_second: Annotated[float, "most writes a second of progress and queue positions, 0: any"] = 10.0
     # A deleted experiment waits this long for its engine's last checkpoint, then its finalizer is released anyway.
     release_deadline_seconds: Annotated[float, "longest wait for an engine when an experiment is deleted"] = 120.0
     # First wait before a failed experiment is tried again; doubles with each try, up to 5 minutes.
@@ -101,6 +104,18 @@ class Settings:
             listed = environment.get(ENVIRONMENT_PREFIX + "NAMESPACES", "")
             namespaces = [name.strip() for name in listed.split(",") if name.strip()]
         return cls(namespaces=tuple(dict.fromkeys(namespaces or ())), **values)
+
+    def paced(self, unfinished: int) -> Settings:
+        """With so many unfinished experiments: their writes of progress and queue positions so far apart that all
+        together keep to moving_writes_per_second."""
+        if self.moving_writes_per_second == 0:
+            return self
+        apart = unfinished / self.moving_writes_per_second
+        return replace(
+            self,
+            progress_write_seconds=max(self.progress_write_seconds, apart),
+            queue_write_seconds=max(self.queue_write_seconds, apart),
+        )
 
     def watches(self, namespace: str) -> bool:
         return not self.namespaces or namespace in self.namespaces

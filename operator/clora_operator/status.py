@@ -97,7 +97,7 @@ def event_of(condition: Condition, *, warning: bool) -> Event:
     return Event(kind, condition.reason, condition.message or condition.type)
 
 
-_MOVING = {"progress", "checkpoint", "experiments"}
+_MOVING = {"progress", "checkpoint", "bestCheckpoint", "experiments"}
 
 
 def _essence(status: Mapping[str, Any]) -> dict[str, Any]:

@@ -321,19 +321,28 @@ class Sampling(ApiModel):
 
 
 class Evaluation(ApiModel):
-    """Greedy accuracy on held-out examples, before the first step, after the last, and every so many steps."""
+    """Accuracy on held-out examples, before the first step, after the last, and every so many steps: of one greedy
+    answer to each, and of several drawn ones. The best checkpoint is the one with the highest greedy accuracy."""
 
     examples: int = Field(0, ge=0, le=10000, description="Held-out examples; 0 turns evaluation off.")
     every_steps: int = Field(
         0, ge=0, le=100000, description="Evaluate after each so many steps too; 0: at the ends only."
     )
+    samples: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="Answers k that are drawn to each example besides the greedy one: evalPassAtK is the share of"
+        " examples with at least one right answer among them, evalMeanAtK the share of right answers. 0: none.",
+    )
+    temperature: DecimalString = Field("1.0", description="Sampling temperature of those k answers.")
 
 
 class Checkpoint(ApiModel):
     """Commits. A step exists when it is committed."""
 
     every: int = Field(1, ge=1, le=1000, description="Steps per commit; with more than 1, a crash takes steps back.")
-    keep: int = Field(3, ge=1, le=1000, description="Commits kept besides the first and the latest.")
+    keep: int = Field(3, ge=1, le=1000, description="Commits kept besides the first, the latest and the best.")
 
 
 class StopWhen(ApiModel):
@@ -347,7 +356,7 @@ class StopWhen(ApiModel):
         ),
     )
 
-    metric: Literal["rewardMean", "evalAccuracy", "loss", "entropy", "kl"] = Field(
+    metric: Literal["rewardMean", "evalAccuracy", "evalPassAtK", "loss", "entropy", "kl"] = Field(
         "rewardMean", description="One of the metrics in status.progress.metrics."
     )
     at_least: DecimalString | None = Field(None, description="The bound from below, for example '0.9'.")
@@ -506,6 +515,15 @@ class CheckpointStatus(StatusModel):
     digest: str = Field(max_length=128, description="Digest of its manifest.")
 
 
+class BestCheckpoint(StatusModel):
+    """The commit that was measured best: by accuracy on held-out examples or, without evaluation, by the mean reward of
+    what was drawn with it."""
+
+    step: int = Field(ge=0, description="The step.")
+    metric: str = Field(max_length=64, description="What it was measured by: evalAccuracy or rewardMean.")
+    value: str = Field(max_length=32, description="The metric's value.")
+
+
 class InitFromStatus(StatusModel):
     """What initFrom.experiment was resolved to, once: it holds even when that experiment is deleted later."""
 
@@ -534,6 +552,9 @@ class ExperimentStatus(StatusModel):
         description="The LoRAExperiment that took its slot, until it has one again; of another namespace, its uid.",
     )
     checkpoint: CheckpointStatus | None = Field(None, description="The latest commit.")
+    best_checkpoint: BestCheckpoint | None = Field(
+        None, description="The commit that was measured best; it is kept, and `clora pull --step` gets it."
+    )
     init_from: InitFromStatus | None = Field(None, description="What initFrom.experiment was resolved to.")
     start_time: str | None = Field(None, max_length=64, description="When it was first attached.")
     completion_time: str | None = Field(None, max_length=64, description="When it succeeded or failed.")

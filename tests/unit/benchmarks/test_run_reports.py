@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import learning_report, throughput_report
+from benchmarks.limits import Rates, limit_seconds
 
 FAMILIES = ("kitchen", "garden")
 
@@ -45,11 +47,12 @@ def job(name: str, ended: float, reward: float) -> dict[str, Any]:
     return {"name": name, "attached": 0.0, "ended": ended, "metrics": [{"step": 0}, line]}
 
 
-def part(at_once: int, ends: list[float], length: str = "long", scheduling: str = "FairShare") -> Any:
+def part(at_once: int, ends: Sequence[float], length: str = "long", scheduling: str = "FairShare") -> Any:
     names = [f"agentic-{family}-{seed}" for family in FAMILIES for seed in (1, 2)]
     rewards = [0.7, 0.9, 0.8, 1.0]
     measured = {
         "start_seconds": 30.0,
+        "tool_seconds": 640.0,
         "counters": {
             "sampler_busy_seconds": ends[-1] / 2,
             "trainer_busy_seconds": ends[-1] / 4,
@@ -85,8 +88,32 @@ def test_shares_of_a_run() -> None:
     assert (one["prompt_tokens"], one["trained_tokens"], one["reward"]) == (300.0, 40.0, 0.85)
 
 
+def test_a_limit_is_of_the_cores_or_of_the_tools() -> None:
+    rates = Rates({4: 0.02, 32: 0.08}, many=0.001)
+    # 1000 tokens at 5 ms, 300 + 2 * 40 positions at 1 ms; 640 s of tools, 4 at once
+    assert limit_seconds(rates, part(1, [100, 200, 300, 400]), in_flight=4) == 160.0
+    assert rates.compute_seconds(4, 1000.0, 300.0, 40.0) == pytest.approx(5.38)
+    # 32 in flight: tokens at 2.5 ms, and the tools are no limit any more
+    fast = {**part(8, [150, 160, 170, 200]), "tool_seconds": 0.0}
+    assert limit_seconds(rates, fast, in_flight=4) == pytest.approx(2.5 + 0.38)
+
+
 def test_tables_and_plots_are_made(tmp_path: Path) -> None:
-    records = [part(1, [100, 200, 300, 400]), part(8, [150, 160, 170, 200])]
+    records = [
+        part(n, ends) | {"limit_seconds": 80.0} for n, ends in ((1, [100, 200, 300, 400]), (8, [150, 160, 170, 200]))
+    ]
+    document = {
+        "command": "c",
+        "commit": "d",
+        "machine": {"cores": 2, "cpu": "e", "memory_gib": 3},
+        "versions": {},
+        "settings": {"steps": 10},
+        "headlines": throughput_report.headlines(records),
+        "records": records,
+    }
+    table = throughput_report.render(document)
+    assert "| 8 | FairShare | 2.00 (2.00–2.00) × |" in table
+    assert "`agentic_share_of_limit_n8` 0.4" in table
     throughput_report.write_plot(records, tmp_path / "a.svg")
     serial, beside = curves("n1", 1, 0.0), curves("n4", 4, -0.05)
     learning_report.write_plot([*serial, *beside], tmp_path / "b.svg")

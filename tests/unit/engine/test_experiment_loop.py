@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from clora_api.control import Phase
+from clora_engine.rollout import Rollouts
 from tests.unit.engine.loop import UID, Life, desired
 
 
@@ -106,6 +107,35 @@ async def test_steps_are_drawn_ahead_and_say_how_old_their_policy_is(tmp_path: P
     assert (await life.run()).phase is Phase.SUCCEEDED
     lags = [line["policy_lag_max"] for line in life.metrics()[1:]]
     assert lags == [min(step - 1, off_policy) for step in range(1, 5)]
+
+
+async def test_the_best_commit_is_marked_reported_and_kept(tmp_path: Path) -> None:
+    evaluation = {"examples": 6, "everySteps": 1, "samples": 3, "temperature": "0.7"}
+    life = Life(tmp_path, desired(maxSteps=6, evaluation=evaluation, checkpoint={"keep": 1}))
+    accuracies = iter([0.1, 0.4, 0.9, 0.2, 0.9, 0.3, 0.5])
+    original = Rollouts.evaluate
+
+    async def evaluate(self: Any, examples: Any, **options: Any) -> dict[str, float]:
+        found: dict[str, float] = await original(self, examples, **options)
+        return found | {"eval_accuracy": next(accuracies)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rollouts, "evaluate", evaluate)
+        experiment = await life.run()
+    report = experiment.report(0)
+    assert report.best is not None
+    assert (report.best.step, report.best.metric, report.best.value) == (2, "evalAccuracy", 0.9)
+    assert experiment._journal.commits() == [0, 2, 5, 6]
+    assert all({"eval_pass_at_k", "eval_mean_at_k"} <= set(line) for line in life.metrics())
+
+
+async def test_without_evaluation_reward_marks_the_version_it_was_drawn_with(tmp_path: Path) -> None:
+    life = await finished(tmp_path)
+    rewards = {line["step"]: line["reward_mean"] for line in life.metrics()[1:]}
+    best = max(rewards, key=lambda step: (rewards[step], -step))
+    report = life.experiment.report(0)
+    assert report.best is not None
+    assert (report.best.step, report.best.value) == (best - 1, rewards[best])
 
 
 async def test_a_supervised_run_by_sequences(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from clora_engine.best import Best
 from clora_engine.errors import CheckpointError, FolderLockedError, StaleEpochError, UserError
 from clora_engine.journal import Journal, experiment_folder, next_epoch
 from clora_engine.types import Group, Trajectory
@@ -202,6 +203,19 @@ def test_prune_keeps_the_first_the_latest_and_some_before_it(tmp_path: Path) -> 
     assert sorted(int(p.stem) for p in (journal.folder / "rollouts").iterdir()) == [4, 5, 6, 7]
 
 
+def test_prune_keeps_the_best_which_its_manifest_names(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    best = Best(step=2, metric="evalAccuracy", value=0.75)
+    for step in range(7):
+        journal.step_folder(step)
+        journal.commit(step, position=0, now=0.0, best=best if step >= 2 else None)
+    journal.prune(keep=1, best=2)
+    assert journal.commits() == [0, 2, 5, 6]
+    again = opened(tmp_path, epoch=2).resume()
+    assert again is not None
+    assert again.manifest.best == best
+
+
 def test_groups_come_back_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.append_group(1, group(3))
@@ -248,7 +262,7 @@ def test_a_kill_between_metrics_and_manifest_leaves_the_step_before(tmp_path: Pa
         """
     )
     root = Path(__file__).resolve().parents[3]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
     journal = Journal(tmp_path, UID, 1)

@@ -483,6 +483,27 @@ async def test_evaluation_is_greedy_under_one_version() -> None:
     assert (sampler.leases, sampler.held) == (1, 0)
 
 
+async def test_pass_at_k_counts_examples_and_mean_at_k_answers() -> None:
+    def script(request: Request) -> Sequence[str]:
+        if request.params.temperature == 0.0:
+            return [WRONG + END] * request.n
+        right = request.n if "All" in request.after else 1 if "One" in request.after else 0
+        return [ANSWER + END] * right + [WRONG + END] * (request.n - right)
+
+    played, sampler = rollouts(script)
+    examples = [prompt(0, question).example for question in ("All?", "One?", "None?")]
+    assert await played.evaluate(examples, samples=4, temperature=0.7) == {
+        "eval_accuracy": 0.0,
+        "eval_reward": 0.0,
+        "eval_examples": 3.0,
+        "eval_errors": 0.0,
+        "eval_pass_at_k": pytest.approx(2 / 3),
+        "eval_mean_at_k": pytest.approx(5 / 12),
+    }
+    assert {request.params.temperature for request in sampler.requests} == {0.0, 0.7}
+    assert (sampler.leases, sampler.held) == (1, 0)
+
+
 async def test_failed_episodes_do_not_count_as_wrong_answers() -> None:
     Failing.made = 0
     factory = Factory(lambda: Failing("step", crash))

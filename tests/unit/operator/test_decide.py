@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clora_api.control import InitSource, Phase, Problem, RunMode, spec_digest
+from clora_api.control import InitSource, Phase, Problem, ReportedBest, RunMode, spec_digest
 from clora_api.v1alpha1.conditions import Reason
 from clora_operator.claims import Assignment
 from clora_operator.decide import decide_experiment
@@ -98,6 +98,14 @@ def test_progress_goes_into_the_status() -> None:
     assert (progress["reward"], progress["estimatedRemainingSeconds"]) == ("0.5", 12)
     assert plan.status["checkpoint"]["step"] == 4
     assert plan.status["engine"]["adapterVersion"] == "one@4"
+    assert "bestCheckpoint" not in plan.status
+
+
+def test_the_best_checkpoint_goes_into_the_status() -> None:
+    told = experiment(status=claimed())
+    best = ReportedBest(step=3, metric="evalAccuracy", value=0.87654321)
+    plan = decide(told, reported=report(told, step=4, best=best))
+    assert plan.status["bestCheckpoint"] == {"step": 3, "metric": "evalAccuracy", "value": "0.8765"}
 
 
 def test_what_an_engine_says_cannot_make_the_status_unwritable() -> None:

@@ -52,6 +52,17 @@ def test_a_wrong_setting_is_named(name: str, value: str, words: str) -> None:
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("per_second", "unfinished", "progress", "queue"),
+    [(10, 20, 5, 30), (10, 200, 20, 30), (10, 1000, 100, 100), (0, 1000, 5, 30)],
+)
+def test_many_experiments_are_written_less_often_each(
+    per_second: float, unfinished: int, progress: float, queue: float
+) -> None:
+    paced = Settings(moving_writes_per_second=per_second).paced(unfinished)
+    assert (paced.progress_write_seconds, paced.queue_write_seconds) == (progress, queue)
+
+
 def test_the_program_says_so_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--workers", "many"]) == 2
     assert "setting workers cannot be 'many'" in capsys.readouterr().err

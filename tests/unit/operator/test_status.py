@@ -54,6 +54,7 @@ def status(reason: str = "Running", message: str = "", **fields: Any) -> dict[st
         (status(message="other words"), "queue"),
         (status(progress={"step": 2}), "progress"),
         (status(checkpoint={"step": 2}), "progress"),
+        (status(bestCheckpoint={"step": 2, "metric": "evalAccuracy", "value": "0.5"}), "progress"),
         (status() | {"engine": {"name": "main", "epoch": 1, "adapterVersion": "v2"}}, "progress"),
         (status() | {"engine": {"name": "main", "epoch": 2, "adapterVersion": "v1"}}, "transition"),
         (status(queuePosition=1), "transition"),
