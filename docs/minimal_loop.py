@@ -8,9 +8,9 @@ learning begins:
 
     problems -> groups of episodes under one version -> advantages -> forward_backward -> optim_step -> publish
 
-On two CPU cores with SmolLM2-135M-Instruct the demonstrations take about two minutes, a step about twenty seconds. What
-a real experiment adds: commits after each step, a log of episodes so that none is drawn twice, many tenants at once,
-evaluation, metrics (clora_engine/training.py, experiment.py, supervisor.py).
+On two CPU cores with SmolLM2-135M-Instruct ten steps take a few minutes. What a real experiment adds: commits after
+each step, a log of episodes so that none is drawn twice, many tenants at once, evaluation, metrics
+(clora_engine/training.py, experiment.py, supervisor.py).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TEMPERATURE = 1.0
 class Settings:
     """`demonstrations` are seen `epochs` times, 8 at once; a step plays `prompts` problems `group_size` times each."""
 
-    demonstrations: int = 96
-    epochs: int = 2
+    demonstrations: int = 48
+    epochs: int = 1
     steps: int = 10
     prompts: int = 8
     group_size: int = 8
