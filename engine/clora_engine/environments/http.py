@@ -166,7 +166,7 @@ def _url(arguments: Mapping[str, str], policy: HostPolicy) -> str:
         raise argument_error(
             "url", f"{url.netloc} is none of this engine's allowed hosts (LoRAEngine spec.environments.allowedHosts)"
         )
-    return text.rstrip("/")
+    return url.geturl().rstrip("/")  # as it was checked, not as it was written
 
 
 def _is_plain(url: SplitResult) -> bool:
