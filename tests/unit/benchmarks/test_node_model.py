@@ -1,19 +1,29 @@
-"""The simulated node: its clock, and its parts against computed times."""
+"""The simulated node: its clock, its parts against computed times, and the documents of the simulation."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import virtual_time
+from benchmarks import node_model, node_table, virtual_time
 from benchmarks.node import Costs, Outcome, Policy, simulate
 from benchmarks.node_reference import JOBS, PUBLISHED, in_waves
 from benchmarks.node_sampler import Decoding, _Decoder
 from benchmarks.node_trainer import ClientTrainer, StepTrainer
 
+DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
 COSTS = Costs(decode_base=0.3, decode_load=1e-5, train=30.0)
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DOCS / "node_model.json").read_text())
+    return found
 
 
 # ---------------------------------------------------------------- the clock
@@ -116,3 +126,43 @@ def test_the_columns_mean_what_they_are_taken_to_mean() -> None:
     assert asdict(serial) == pytest.approx(asdict(PUBLISHED[1]), rel=3e-3)
     pair = in_waves(Outcome((PUBLISHED[2].first, PUBLISHED[2].last / 4), 0.0, 0.0, 0.0, 0.0))
     assert asdict(pair) == pytest.approx(asdict(PUBLISHED[2]), rel=3e-3)
+
+
+@pytest.mark.slow
+def test_the_fit_sees_one_and_two_experiments_only_and_comes_out_as_documented(
+    document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other figures for N = 4 and 8 move neither the parameters nor what is predicted; only the errors."""
+    from benchmarks import node_reference
+
+    documented = [r for r in document["records"] if r["table"] == "reference" and r["variant"] == node_table.FITTED]
+    other = PUBLISHED | {n: node_reference.Figures(1.0, 2.0, 3.0, 4.0) for n in (4, 8)}
+    monkeypatch.setattr(node_model, "PUBLISHED", other)
+    again = node_model.validate(node_model.VARIANTS[0])
+    assert again == documented
+    monkeypatch.undo()
+    headlines = node_model.headlines(again)
+    assert headlines == {key: document["headlines"][key] for key in headlines}
+
+
+@pytest.mark.slow
+def test_the_whole_simulation_comes_out_as_documented(document: dict[str, Any], tmp_path: Path) -> None:
+    node_model.main(["--out", str(tmp_path / "again.json")])
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert (again["headlines"], again["records"]) == (document["headlines"], document["records"])
+
+
+def test_the_page_is_rendered_from_its_document_and_says_what_it_is(document: dict[str, Any]) -> None:
+    page = node_table.render(document)
+    assert page + "\n" == (DOCS / "node_model.md").read_text()
+    assert not document["commit"].endswith("-dirty")
+    assert page.startswith("# Simulation")
+    captions = [line for line in page.splitlines() if line.startswith("|---")]
+    assert page.count("**Simulation.**") == len(captions) > 0
+    assert all(name.startswith("sim_") for name in document["headlines"])
+
+
+def test_the_plot_says_that_it_is_a_simulation(document: dict[str, Any], tmp_path: Path) -> None:
+    node_table.plot(document, tmp_path / "again.svg")
+    for path in (tmp_path / "again.svg", DOCS / "node_model.svg"):
+        assert "Simulation of the reference" in path.read_text()
