@@ -236,8 +236,9 @@ class Environment(ApiModel):
         default_factory=dict,
         max_length=16,
         description="Arguments of the environment. WordProblems takes families, a comma-separated list, and"
-        " heldOutTemplates, how many templates of each family are for evaluation alone (default 0); HTTP takes url, and"
-        " retries of a request that fails (0 to 5, default 2).",
+        " heldOutTemplates, how many templates of each family are for evaluation alone (default 0); it and GSM8K take"
+        " malformedCalls, Answer (with an error) or End (the episode). HTTP takes url, and retries of a request that"
+        " fails (0 to 5, default 2).",
     )
     max_turns: int = Field(3, ge=1, le=64, description="Turns of the model in an episode; it ends with reward 0 then.")
     concurrency: int = Field(64, ge=1, le=4096, description="Episodes of this experiment in flight at once.")

@@ -13,16 +13,23 @@ from collections.abc import Mapping
 from clora_engine.environments.arguments import refuse_unknown
 from clora_engine.environments.calculator import parse_number
 from clora_engine.environments.protocol import Example
-from clora_engine.environments.questions import Problem, QuestionFactory, text_field
+from clora_engine.environments.questions import Problem, QuestionFactory, answers_malformed, text_field
 
 _ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
 _FINAL = re.compile(r"####\s*(\S.*?)\s*$")
 
 
 def build(arguments: Mapping[str, str]) -> QuestionFactory:
-    """The factory of environment GSM8K, which takes no arguments."""
-    refuse_unknown("GSM8K", arguments, ())
-    return QuestionFactory(read_row)
+    """The factory of environment GSM8K.
+
+    Args:
+        arguments: `malformedCalls`, Answer (the default) or End; see questions.py.
+
+    Raises:
+        UserError: an argument is unknown or wrong.
+    """
+    refuse_unknown("GSM8K", arguments, ("malformedCalls",))
+    return QuestionFactory(read_row, answers_malformed=answers_malformed(arguments, "Answer"))
 
 
 def read_row(example: Example) -> Problem:

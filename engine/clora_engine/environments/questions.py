@@ -1,16 +1,18 @@
 """Questions with a number for an answer, a `calculator` and a `final_answer` tool: what GSM8K and WordProblems share.
 
 The reward is 1.0 only when final_answer is called with the right number. A call that cannot be carried out is answered
-with a short error, and the model may try again; a turn that is no tool call at all ends the episode without reward, for
-keeping to the format is part of the task.
+with a short error, and the model may try again; a turn without a call ends the episode without reward. What becomes of
+a turn that was to be a call and is malformed is the argument `malformedCalls`: Answer it with an error, so that a
+model can mend it, or End the episode, for keeping to the format is part of the task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from clora_engine.environments.arguments import argument_error
 from clora_engine.environments.calculator import (
     CalculatorError,
     evaluate,
@@ -40,6 +42,17 @@ FINAL_ANSWER = Tool(
 )
 
 
+MAX_ERROR = 200  # characters of an error that a model is told
+
+
+def answers_malformed(arguments: Mapping[str, str], default: Literal["Answer", "End"]) -> bool:
+    """The argument `malformedCalls`. Raises UserError."""
+    text = arguments.get("malformedCalls", default)
+    if text not in ("Answer", "End"):
+        raise argument_error("malformedCalls", f"{text!r} is neither Answer nor End")
+    return text == "Answer"
+
+
 class Problem(NamedTuple):
     """A question, its answer and the calculator expressions that lead there (may be empty)."""
 
@@ -55,12 +68,13 @@ ReadProblem = Callable[[Example], Problem]
 class QuestionFactory:
     """An EnvironmentFactory for rows that `read` understands."""
 
-    def __init__(self, read: ReadProblem) -> None:
+    def __init__(self, read: ReadProblem, *, answers_malformed: bool = False) -> None:
         self.read = read
+        self.answers_malformed = answers_malformed
         self.tools = (CALCULATOR, FINAL_ANSWER)
 
     def new(self) -> QuestionEnvironment:
-        return QuestionEnvironment(self.read)
+        return QuestionEnvironment(self.read, answers_malformed=self.answers_malformed)
 
     def check(self, example: Example) -> None:
         self.read(example)
@@ -83,8 +97,9 @@ class QuestionFactory:
 class QuestionEnvironment:
     """One question."""
 
-    def __init__(self, read: ReadProblem) -> None:
+    def __init__(self, read: ReadProblem, *, answers_malformed: bool = False) -> None:
         self._read = read
+        self._answers_malformed = answers_malformed
         self._problem: Problem | None = None
 
     async def reset(self, example: Example) -> Sequence[Message]:
@@ -94,6 +109,8 @@ class QuestionEnvironment:
 
     async def step(self, message: Message) -> StepResult:
         assert self._problem is not None, "reset comes before step"
+        if message.parse_error and self._answers_malformed:
+            return StepResult((Message("tool", f"error: {message.parse_error}"[:MAX_ERROR]),))
         if not message.tool_calls:
             return StepResult(done=True)
         answers = []

@@ -19,7 +19,13 @@ from typing import TypeVar
 from clora_engine.environments.arguments import argument_error, refuse_unknown
 from clora_engine.environments.calculator import evaluate, format_number, parse_number
 from clora_engine.environments.protocol import Example, Split
-from clora_engine.environments.questions import Problem, QuestionFactory, checked_expressions, text_field
+from clora_engine.environments.questions import (
+    Problem,
+    QuestionFactory,
+    answers_malformed,
+    checked_expressions,
+    text_field,
+)
 from clora_engine.environments.word_templates import (
     FAMILIES,
     LARGE_NUMBERS,
@@ -42,11 +48,12 @@ def build(arguments: Mapping[str, str]) -> WordProblems:
         arguments: `families`, a comma-separated list of families (see word_templates.FAMILIES) or of the sets OneStep
             and TwoStep; OneStep if left out. `heldOutTemplates`, a number: so many templates of each family, its last
             ones, are evaluated on and never trained on; 0, the default: questions alone are held out.
+            `malformedCalls`, Answer or End (the default); see questions.py.
 
     Raises:
         UserError: an argument or a family is unknown, or named twice.
     """
-    refuse_unknown("WordProblems", arguments, ("families", "heldOutTemplates"))
+    refuse_unknown("WordProblems", arguments, ("families", "heldOutTemplates", "malformedCalls"))
     names = [name.strip() for name in arguments.get("families", "OneStep").split(",")]
     families: list[str] = []
     for name in names:
@@ -57,7 +64,11 @@ def build(arguments: Mapping[str, str]) -> WordProblems:
             if family in families:
                 raise argument_error("families", f"family {family!r} is named twice")
             families.append(family)
-    return WordProblems(tuple(families), _held_out_templates(arguments.get("heldOutTemplates", "0"), families))
+    return WordProblems(
+        tuple(families),
+        _held_out_templates(arguments.get("heldOutTemplates", "0"), families),
+        answers_malformed=answers_malformed(arguments, "End"),
+    )
 
 
 def _held_out_templates(text: str, families: Sequence[str]) -> int:
@@ -71,8 +82,10 @@ class WordProblems(QuestionFactory):
     """The questions of some families. With `held_out_templates`, split "test" has that many last templates of each
     family and "train" the others, so that an evaluation shows what was learnt beyond the wording."""
 
-    def __init__(self, families: Sequence[str] = ONE_STEP, held_out_templates: int = 0) -> None:
-        super().__init__(read_row)
+    def __init__(
+        self, families: Sequence[str] = ONE_STEP, held_out_templates: int = 0, *, answers_malformed: bool = False
+    ) -> None:
+        super().__init__(read_row, answers_malformed=answers_malformed)
         self.families = tuple(families)
         self.held_out_templates = held_out_templates
 

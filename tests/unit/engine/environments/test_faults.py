@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from clora_engine.chat import Renderer
-from clora_engine.environments import EnvironmentFactory, create
+from clora_engine.environments import EnvironmentFactory, Example, create
 from clora_engine.rollout import Prompt, RolloutConfig, Rollouts
 from clora_engine.rollout_metrics import step_metrics
 from clora_engine.types import Group, Trajectory
@@ -35,7 +35,9 @@ CONFIG = RolloutConfig(
 )
 
 
-async def play(factory: EnvironmentFactory, odd: Sequence[str], neighbour: str, seconds: float = 60.0) -> Group:
+async def play(
+    factory: EnvironmentFactory, odd: Sequence[str], neighbour: str, seconds: float = 60.0, example: Example = EXAMPLE
+) -> Group:
     """Plays a group of two: one writes `odd`, turn by turn (the last for ever), the other `neighbour`."""
     renderer = Renderer(TOKENIZER, factory.tools)
     turns = [0]
@@ -47,7 +49,7 @@ async def play(factory: EnvironmentFactory, odd: Sequence[str], neighbour: str, 
         return [odd[min(turns[0], len(odd) - 1)] + END]
 
     config = replace(CONFIG, environment_timeout_seconds=seconds)
-    (group,) = await Rollouts(Scripted(script), renderer, factory, config).step([Prompt(0, 0, EXAMPLE)])
+    (group,) = await Rollouts(Scripted(script), renderer, factory, config).step([Prompt(0, 0, example)])
     return group
 
 
@@ -174,6 +176,35 @@ async def test_a_turn_that_ends_the_episode(fault: str) -> None:
     group = await play(create("WordProblems", {}), [written], RIGHT)
     struck, neighbour = group.trajectories
     assert (struck.error, struck.reward, struck.tool_errors, struck.turns) == ("", reward, errors, 1)
+    assert neighbour.reward == 1.0
+
+
+MALFORMED: dict[str, tuple[str, str]] = {
+    "empty": ("", "error: not JSON: Input data was truncated"),
+    "talk": ("It is 1234.5.", "error: not JSON: JSON is malformed: invalid character (byte 0)"),
+    "cut JSON": ('{"final_answer": ', "error: not JSON: Input data was truncated"),
+    "nested JSON": ('{"final_answer": ' + "[" * 300, "error: not JSON: Input data was truncated"),
+    "two keys": (
+        '{"calculator": "1", "final_answer": 2}',
+        "error: not a JSON object with one tool's name as its only key",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+async def test_a_malformed_call_is_answered_where_the_experiment_says_so(fault: str) -> None:
+    written, message = MALFORMED[fault]
+    group = await play(create("WordProblems", {"malformedCalls": "Answer"}), [written, RIGHT], RIGHT)
+    struck, neighbour = group.trajectories
+    assert observed(struck) == message
+    assert (struck.error, struck.reward, struck.tool_errors, struck.turns) == ("", 1.0, 1, 2)
+    assert (neighbour.reward, neighbour.tool_errors) == (1.0, 0)
+
+
+async def test_malformed_calls_without_end_stop_at_the_turn_limit() -> None:
+    group = await play(create("GSM8K", {}), ["{"], RIGHT, example={"question": "How many?", "answer": "#### 1,234.50"})
+    struck, neighbour = group.trajectories
+    assert (struck.turns, struck.tool_errors, struck.reward) == (3, 3, 0.0)
     assert neighbour.reward == 1.0
 
 

@@ -58,7 +58,7 @@ def test_rows_of_another_form_are_refused(row: dict[str, object], what: str) -> 
         create("GSM8K", {}).check(row)
 
 
-def test_it_takes_no_arguments() -> None:
-    with pytest.raises(UserError, match="GSM8K takes no arguments") as caught:
+def test_unknown_arguments_are_named() -> None:
+    with pytest.raises(UserError, match="GSM8K takes malformedCalls") as caught:
         create("GSM8K", {"split": "train"})
     assert caught.value.field == "environment.arguments.split"
