@@ -131,6 +131,11 @@ def _environments(config: EngineConfig) -> Mapping[str, environments.Builder]:
     return environments.allowed(config.environments, hosts)
 
 
+def max_context(spec: ExperimentSpec, config: EngineConfig) -> int:
+    """Positions that an episode may have, its prompt included."""
+    return min(config.max_model_len, spec.environment.max_episode_tokens or config.max_model_len)
+
+
 def _check_numbers(spec: ExperimentSpec, config: EngineConfig) -> None:
     if spec.lora.rank > config.max_rank:
         raise UserError(
@@ -138,9 +143,10 @@ def _check_numbers(spec: ExperimentSpec, config: EngineConfig) -> None:
             reason="RankTooHigh",
             field="lora.rank",
         )
-    if spec.sampling.max_tokens >= config.max_model_len:
+    context = max_context(spec, config)
+    if spec.sampling.max_tokens >= context:
         raise UserError(
-            f"sampling.maxTokens {spec.sampling.max_tokens} leaves no room in a context of {config.max_model_len}",
+            f"sampling.maxTokens {spec.sampling.max_tokens} leaves no room in a context of {context}",
             field="sampling.maxTokens",
         )
     if not 0.01 <= number(spec.sampling.temperature) <= 2.0:

@@ -32,7 +32,7 @@ from clora_engine.data import demonstration
 from clora_engine.drawing import Ahead, Drawer, Drawn, policy_lag
 from clora_engine.errors import UserError
 from clora_engine.journal import Commit, Journal
-from clora_engine.plan import Plan
+from clora_engine.plan import Plan, max_context
 from clora_engine.rollout import RolloutConfig, Rollouts
 from clora_engine.rollout_metrics import step_metrics
 from clora_engine.sampler import Lease, Sampler
@@ -175,7 +175,7 @@ class Training:
             temperature=plan.temperature,
             max_tokens=spec.sampling.max_tokens,
             max_turns=spec.environment.max_turns,
-            max_context=self._services.config.max_model_len,
+            max_context=max_context(spec, self._services.config),
             concurrency=spec.environment.concurrency,
             environment_timeout_seconds=float(spec.environment.timeout_seconds),
         )

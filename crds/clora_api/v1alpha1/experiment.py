@@ -242,6 +242,13 @@ class Environment(ApiModel):
     )
     max_turns: int = Field(3, ge=1, le=64, description="Turns of the model in an episode; it ends with reward 0 then.")
     concurrency: int = Field(64, ge=1, le=4096, description="Episodes of this experiment in flight at once.")
+    max_episode_tokens: int | None = Field(
+        None,
+        ge=16,
+        le=1048576,
+        description="Tokens of an episode in all: prompt, turns and answers; one that would need more is cut off."
+        " Unset, or more than the engine's maxModelLen: that.",
+    )
     timeout_seconds: int = Field(
         60,
         ge=1,

@@ -81,6 +81,10 @@ def test_work_left_is_measured_once_there_is_a_step_and_bounded_by_the_spec_befo
     [
         ({"lora": {"rank": 17}}, "lora.rank"),
         ({"sampling": {"maxTokens": 512}}, "sampling.maxTokens"),
+        (
+            {"environment": {"name": "WordProblems", "maxEpisodeTokens": 64}, "sampling": {"maxTokens": 64}},
+            "sampling.maxTokens",
+        ),
         ({"sampling": {"temperature": "0.001"}}, "sampling.temperature"),
         ({"sampling": {"temperature": "3"}}, "sampling.temperature"),
         ({"algorithm": {"clipLow": "1.1"}}, "algorithm.clipLow"),
@@ -124,6 +128,15 @@ def test_what_a_trajectory_counts_comes_from_the_spec(tmp_path: Path) -> None:
     assert made.shape == Shape()
     made = build(tmp_path, desired(algorithm={"lossNormalization": "Sequences", "klCoefficient": "0.01"}))
     assert made.shape == Shape(by_sequences=True, keep_flat=True)
+
+
+@pytest.mark.parametrize(("wanted", "context"), [(None, 512), (100, 100), (4096, 512)])
+def test_an_episode_has_the_tokens_of_the_spec_or_of_the_engine(
+    tmp_path: Path, wanted: int | None, context: int
+) -> None:
+    environment = {"name": "WordProblems"} | ({} if wanted is None else {"maxEpisodeTokens": wanted})
+    spec = desired(environment=environment).spec
+    assert plan.max_context(spec, config(tmp_path)) == context
 
 
 def test_a_held_out_file_is_evaluated_on(tmp_path: Path) -> None:
