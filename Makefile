@@ -62,6 +62,10 @@ bench-sampler: setup  ## sampler against serial, stock vLLM and no LoRA (half an
 	$(PYTHON) -m benchmarks.sampler --out docs/benchmarks/sampler.json
 	$(PYTHON) -m benchmarks.sampler render docs/benchmarks/sampler.json >docs/benchmarks/sampler.md
 
+bench-trainer: setup  ## trainer with many tenants against turns and PEFT (half an hour on a quiet machine): docs/benchmarks
+	$(PYTHON) -m benchmarks.trainer --out docs/benchmarks/trainer.json
+	$(PYTHON) -m benchmarks.trainer render docs/benchmarks/trainer.json >docs/benchmarks/trainer.md
+
 bench-operator: setup  ## operator with up to 400 experiments (a quarter of an hour): docs/benchmarks
 	$(PYTHON) -m benchmarks.operator_scale --out docs/benchmarks/operator.json
 	$(PYTHON) -m benchmarks.operator_scale render docs/benchmarks/operator.json >docs/benchmarks/operator.md
@@ -85,4 +89,4 @@ bench-peers: setup  ## clora against TRL and SkyRL on the same work (2 hours, go
 	$(PYTHON) -m benchmarks.peers --work $(WORK)/peers --out docs/benchmarks/peers.json
 	$(PYTHON) -m benchmarks.peers render docs/benchmarks/peers.json >docs/benchmarks/peers.md
 
-.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-operator bench-learning bench bench-peers bench-node-model
+.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-trainer bench-operator bench-learning bench bench-peers bench-node-model

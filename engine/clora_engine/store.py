@@ -177,11 +177,12 @@ class AdapterStore:
 
     def _make_room(self, needed: int, keep: Collection[str]) -> None:
         """Spills the adapters that were not used for longest until `needed` more bytes fit into host memory."""
-        limit = self._host_limit_bytes
-        for adapter in [name for name, state in self._states.items() if state.cold is None and name not in keep]:
-            if self.host_bytes + needed <= limit or self._spill_directory is None:
-                break
-            self._spill(adapter, self._spill_directory)
+        limit, warm = self._host_limit_bytes, {n: s.host_bytes for n, s in self._states.items() if s.cold is None}
+        if self._spill_directory is not None and sum(warm[n] for n in warm if n in keep) + needed <= limit:
+            for adapter in [name for name in warm if name not in keep]:
+                if self.host_bytes + needed <= limit:
+                    break
+                self._spill(adapter, self._spill_directory)
         if self.host_bytes + needed > limit:
             raise CapacityError(
                 f"adapters need {needed} more bytes of host memory, and {self.host_bytes} of {limit} are taken; "

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import load_file
 
 from clora_engine import trainer_protocol as protocol
 from clora_engine.errors import CapacityError, CheckpointError, EngineError, TrainerDied, UserError
@@ -23,7 +24,7 @@ from clora_engine.trainer import Trainer
 from clora_engine.trainer_base import load_base
 from clora_engine.trainer_client import TrainerClient
 from clora_engine.types import AdamParams, Completion, LoraConfig, Loss, Row
-from tests.numerics.tiny import VOCABULARY, batch, tiny_model, trained_tokens
+from tests.numerics.tiny import VOCABULARY, batch, tiny_model, tiny_trainer, trained_tokens
 
 # One loop for the module: a process takes many seconds to start, so the tests that do not end it share one.
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
@@ -194,6 +195,129 @@ async def test_deleting_fails_the_calls_that_have_no_answer_and_drops_the_late_r
     with pytest.raises(EngineError, match="no adapter 'a'"):
         await client.optim_step("a", ADAM)
     assert (await client.create("a", LoraConfig(rank=8, alpha=16))).step == 0
+
+
+# --------------------------------------------------------------------------------------------- joined calls
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def wide(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainerClient]:
+    """A process with two slots, which joins what it can, and a host that holds three adapters of rank 8."""
+    spill = tmp_path_factory.mktemp("spill")
+    one = tiny_trainer().create("one", LoraConfig(rank=8, alpha=16)).host_bytes
+    settings = SETTINGS | {"max_rank": 16, "host_limit_bytes": 3 * one, "tokens_per_microbatch": 8192}
+    client = await TrainerClient.start(
+        str(checkpoint),
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        slots=2,
+        max_adapters=3,
+        spill_directory=str(spill),
+        **settings,
+    )
+    yield client
+    assert list(spill.iterdir()) == []
+    await client.close()
+
+
+def short(name: str, *, seed: int = 0) -> tuple[str, list[Row], Loss]:
+    rows = batch(seed + ord(name))
+    return name, rows, Loss(name="PPO", denominator=trained_tokens(rows))
+
+
+@contextlib.asynccontextmanager
+async def behind_a_long_call(client: TrainerClient) -> AsyncIterator[None]:
+    """What is called within waits until the process is free again."""
+    await client.create("long", LoraConfig(rank=8, alpha=16))
+    running = asyncio.create_task(client.forward_backward("long", long_batch(), LONG))
+    await until_running(client)
+    yield
+    assert (await running).adapters == 1, "nobody who came later was in its pass"
+    await client.delete("long")
+
+
+async def test_calls_that_wait_are_joined_and_each_adapters_order_is_kept(wide: TrainerClient) -> None:
+    torch.set_num_threads(1)
+    local = tiny_trainer(budget=8192, slots=2)
+    config = LoraConfig(rank=8, alpha=16)
+    for name in "abc":
+        await wide.create(name, config)
+        local.create(name, config)
+    async with behind_a_long_call(wide):
+        waiting = asyncio.gather(
+            wide.forward_backward(*short("a")),
+            wide.optim_step("a", ADAM),
+            wide.forward_backward(*short("a", seed=1)),
+            wide.forward_backward(*short("b")),
+            wide.forward_backward(*short("c")),
+        )
+        await asyncio.sleep(0)
+    first, stepped, second, other, third = await waiting
+    # Two slots: a's first call takes b's along; a's second has to wait for its optimizer step and takes c's along.
+    assert [first.adapters, other.adapters, second.adapters, third.adapters] == [2, 2, 2, 2]
+    assert stepped.step == 1
+    alone = local.forward_backward(*short("a"))
+    assert first.loss == pytest.approx(alone.loss, rel=1e-4, abs=1e-5)
+    local.optim_step("a", ADAM)
+    assert second.loss == pytest.approx(local.forward_backward(*short("a", seed=1)).loss, rel=1e-3, abs=1e-4)
+    for name in "abc":
+        await wide.delete(name)
+
+
+async def test_a_bad_call_and_a_deleted_adapter_in_a_joined_pass(wide: TrainerClient, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    for name in "ab":
+        await wide.create(name, LoraConfig(rank=8, alpha=16))
+    async with behind_a_long_call(wide):
+        bad = asyncio.create_task(wide.forward_backward("b", [Row(prompt=[999], completions=[])], LONG))
+        good = asyncio.create_task(wide.forward_backward(*short("a")))
+        await asyncio.sleep(0)
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        await bad
+    assert (await good).adapters == 1
+    # Deleted while it trains together with another; the name and the slot go to an adapter of a higher rank.
+    names = ("a", "b")
+    tasks = [asyncio.create_task(wide.forward_backward(name, long_batch(1), LONG)) for name in names]
+    await until_running(wide)
+    await wide.delete("b")
+    with pytest.raises(EngineError, match="'b' was deleted meanwhile"):
+        await tasks[1]
+    assert (await tasks[0]).adapters == 2
+    config = LoraConfig(rank=16, alpha=16, seed=5)
+    fresh = tiny_trainer(budget=8192, slots=2, max_rank=16)
+    assert await wide.create("b", config) == fresh.create("b", config)
+    ours, theirs = await wide.forward_backward(*short("b")), fresh.forward_backward(*short("b"))
+    assert (ours.loss, ours.metrics) == (theirs.loss, theirs.metrics)
+    assert (await wide.optim_step("b", ADAM)).grad_norm == fresh.optim_step("b", ADAM).grad_norm
+    await wide.save("b", tmp_path / "ours", optimizer=True)
+    fresh.save("b", tmp_path / "theirs", optimizer=True)
+    for file in ("adapter_model.safetensors", "optimizer.safetensors"):
+        ours_read, theirs_read = (load_file(tmp_path / side / file) for side in ("ours", "theirs"))
+        assert ours_read.keys() == theirs_read.keys()
+        assert all(torch.equal(tensor, theirs_read[key]) for key, tensor in ours_read.items())
+
+
+async def test_an_engine_whose_adapters_do_not_fit_says_so_before_it_loads(checkpoint: Path) -> None:
+    settings = SETTINGS | {"host_limit_bytes": 1000}
+    with pytest.raises(UserError, match=r"host limit is 0\.00 GiB: raise --host-memory") as caught:
+        await TrainerClient.start(str(checkpoint), dtype="float32", device="cpu", threads=1, **settings)
+    assert caught.value.field == "capacity.maxRank"
+
+
+async def test_auto_measures_and_says_how_many(checkpoint: Path) -> None:
+    settings = SETTINGS | {"tokens_per_microbatch": 2048}
+    client = await TrainerClient.start(
+        str(checkpoint), dtype="float32", device="cpu", threads=1, slots=None, max_adapters=3, **settings
+    )
+    try:
+        assert client.info.slots in (1, 3)
+        assert (client.info.join_below > 0) == (client.info.slots > 1)
+    finally:
+        await client.close()
+
+
+# --------------------------------------------------------------------------------------------- deaths
 
 
 async def test_when_the_process_is_killed_every_call_says_so(doomed: TrainerClient) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
 
 from clora_engine.adapter_state import GRAD, MASTER, VECTORS
@@ -14,7 +20,8 @@ from clora_engine.errors import CapacityError, EngineError, UserError
 from clora_engine.trainer import Trainer
 from clora_engine.trainer_pass import Request
 from clora_engine.types import AdamParams, Completion, ForwardBackwardResult, LoraConfig, Loss, Row
-from tests.numerics.tiny import VOCABULARY, batch, tiny_trainer, trained_tokens
+from tests.numerics.test_against_peft import peft_weights, reference_loss
+from tests.numerics.tiny import VOCABULARY, batch, completion, tiny_model, tiny_trainer, trained_tokens
 
 ADAM = AdamParams(learning_rate=5e-3, eps=1e-5)
 # Ranks of two buckets, one of them padded, and different target modules: all of it in one pass.
@@ -298,3 +305,103 @@ def test_every_tenant_starts_from_its_own_seed() -> None:
     first, other, again = (vectors(trainer, name)[MASTER] for name in ("A", "other", "again"))
     assert not torch.equal(first, other)
     assert torch.equal(first, again), "the seed decides, and nothing else"
+
+
+rows_of_any_shape = st.lists(
+    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 10), min_size=1, max_size=4)), min_size=1, max_size=5
+)
+
+
+@settings(deadline=None, max_examples=15)
+@given(shapes=st.lists(rows_of_any_shape, min_size=2, max_size=4), budget=st.sampled_from([32, 64, 256]))
+def test_rows_of_any_shape_in_one_pass_equal_each_alone(shapes: list[list[tuple[int, list[int]]]], budget: int) -> None:
+    names = "ABCD"[: len(shapes)]
+    joined, alone = trainer_of(names, budget=budget), trainer_of(names, budget=budget, slots=1)
+    rng = random.Random(len(shapes))
+    requests = []
+    for name, rows in zip(names, shapes, strict=True):
+        made = [
+            Row(
+                prompt=[rng.randrange(VOCABULARY) for _ in range(prompt)],
+                completions=[completion(rng, length) for length in lengths],
+            )
+            for prompt, lengths in rows
+        ]
+        requests.append(request(name, rows=made))
+    results = join(joined, requests)
+    for one, result in zip(requests, results, strict=True):
+        assert result.loss == pytest.approx(alone.forward_backward(one.adapter, *_call(one)).loss, rel=1e-4, abs=1e-5)
+        a, b = vectors(joined, one.adapter)[GRAD], vectors(alone, one.adapter)[GRAD]
+        assert (a - b).norm() <= 2e-5 * b.norm()
+
+
+def test_four_adapters_in_one_pass_equal_peft_with_adamw(tmp_path: Path) -> None:
+    """Each against a PEFT model and a torch optimizer of its own, weights to 1/200 of the way (test_against_peft)."""
+    trainer, peers = trainer_of("ABCD"), {}
+    for name in "ABCD":
+        trainer.save(name, tmp_path / name, optimizer=False)
+        peer = PeftModel.from_pretrained(tiny_model(), tmp_path / name, is_trainable=True)
+        parameters = [p for p in peer.parameters() if p.requires_grad]
+        betas = (ADAM.beta1, ADAM.beta2)
+        peers[name] = (
+            peer,
+            parameters,
+            torch.optim.AdamW(parameters, lr=ADAM.learning_rate, betas=betas, eps=ADAM.eps, weight_decay=0.0),
+        )
+    for step in range(4):
+        requests = [request(name, step) for name in "ABCD"]
+        for one, ours in zip(requests, join(trainer, requests), strict=True):
+            peer, parameters, optimizer = peers[one.adapter]
+            theirs = reference_loss(peer, list(one.rows), one.loss)
+            theirs.backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, ADAM.grad_clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert ours.loss == pytest.approx(float(theirs.detach()), rel=1e-4, abs=1e-5)
+            assert trainer.optim_step(one.adapter, ADAM).grad_norm == pytest.approx(float(norm), rel=1e-3)
+    for name in "ABCD":
+        trainer.save(name, tmp_path / f"{name}-end", optimizer=False)
+        saved, wanted = load_file(tmp_path / f"{name}-end" / "adapter_model.safetensors"), peft_weights(peers[name][0])
+        assert saved.keys() == wanted.keys()
+        for key, tensor in saved.items():
+            torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=4 * ADAM.learning_rate / 200)
+
+
+def test_a_gradient_that_was_pending_is_added_to() -> None:
+    joined, alone = trainer_of("AB"), trainer_of("AB")
+    for each in (joined, alone):
+        each.forward_backward("A", *_call(request("A", 1)))
+    join(joined, [request("A", 2), request("B")])
+    alone.forward_backward("A", *_call(request("A", 2)))
+    a, b = vectors(joined, "A")[GRAD], vectors(alone, "A")[GRAD]
+    assert (a - b).norm() / b.norm() < 1e-5
+
+
+def test_an_evicted_adapter_is_scaled_once() -> None:
+    trainer = trainer_of("ABD", slots=1)
+    for name in "ABD":
+        trainer.forward_backward(name, *_call(request(name)))
+        trainer.optim_step(name, ADAM)
+    before = trainer.forward("B", batch(3))
+    trainer.forward("A", batch(3))
+    trainer.forward("D", batch(3))
+    assert trainer.forward("B", batch(3)) == before
+
+
+def test_gradient_checkpointing_keeps_less_and_changes_no_bit() -> None:
+    gradients, kept = [], []
+    for checkpointing in (False, True):
+        trainer = trainer_of("AB", gradient_checkpointing=checkpointing)
+        bytes_kept = 0
+
+        def count(tensor: Tensor) -> Tensor:
+            nonlocal bytes_kept
+            bytes_kept += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            join(trainer, [request("A"), request("B")])
+        kept.append(bytes_kept)
+        gradients.append([vectors(trainer, name) for name in "AB"])
+    assert kept[1] < kept[0] / 3
+    assert all(same_bits(plain, checkpointed) for plain, checkpointed in zip(*gradients, strict=True))

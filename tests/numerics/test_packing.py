@@ -16,9 +16,9 @@ from tests.numerics.tiny import batch, plain, tiny_trainer, trained_tokens
 LOSSES = ["CrossEntropy", "ImportanceSampling", "PPO", "CISPO", "DRO"]
 
 
-def started(*, family: str = "qwen3", budget: int = 4096) -> Trainer:
+def started(*, family: str = "qwen3", budget: int = 4096, share: bool = True) -> Trainer:
     """A trainer with one adapter that no longer equals the base model."""
-    trainer = tiny_trainer(family, budget=budget)
+    trainer = tiny_trainer(family, budget=budget, share=share)
     trainer.create("a", LoraConfig(rank=8, alpha=16, seed=5))
     trainer.forward_backward("a", batch(99), Loss(name="CrossEntropy", denominator=10.0))
     trainer.optim_step("a", AdamParams(learning_rate=0.02))
@@ -45,6 +45,22 @@ def test_packed_rows_equal_plain_rows(family: str, loss_name: Any) -> None:
         assert value == pytest.approx(total / trained_tokens(rows), rel=1e-4, abs=1e-6)
     difference = (gradient(packed) - gradient(alone)).norm() / gradient(alone).norm()
     assert difference < 1e-5
+
+
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_savings_switched_off_give_the_same(loss_name: Any) -> None:
+    rows = batch(4, rows=6, completions=4)
+    loss = Loss(name=loss_name, denominator=trained_tokens(rows), temperature=0.8)
+    saved, without = started(), started(share=False)
+    ours, theirs = (trainer.forward_backward("a", rows, loss) for trainer in (saved, without))
+    assert theirs.loss == pytest.approx(ours.loss, rel=1e-5)
+    assert theirs.metrics == pytest.approx(ours.metrics, rel=1e-4, abs=1e-6)
+    assert (gradient(saved) - gradient(without)).norm() / gradient(without).norm() < 1e-5
+    # without savings every completion has a row, and only padding is computed beside
+    assert (
+        ours.plain_tokens == theirs.plain_tokens == sum(len(r.prompt) + len(r.completions[0].ids) for r in plain(rows))
+    )
+    assert ours.tokens < ours.plain_tokens <= theirs.tokens
 
 
 def test_log_probs_do_not_depend_on_packing() -> None:

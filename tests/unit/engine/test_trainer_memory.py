@@ -1,0 +1,63 @@
+"""What a trainer takes is known before it is loaded, and an engine that does not fit says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clora_engine.adapter_files import BaseShapes
+from clora_engine.errors import UserError
+from clora_engine.trainer_memory import MemoryPlan, host_memory
+from clora_engine.types import LoraConfig
+from tests.numerics.tiny import tiny_model, tiny_trainer
+
+GIB = 1 << 30
+PLAN = MemoryPlan(base=8 * GIB, adapter=GIB, slots=5, store=10 * GIB)
+
+
+def test_the_plan_is_what_the_trainer_then_takes(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    settings = {"bytes_per_parameter": 4, "max_rank": 20, "host_limit": GIB}
+    plan = MemoryPlan.of(BaseShapes.of_model(tmp_path), slots=2, adapters=3, **settings)
+    assert plan.base == sum(p.numel() * p.element_size() for p in tiny_model().parameters())
+    trainer = tiny_trainer(max_rank=20, slots=2)
+    for name in ("a", "b"):
+        assert trainer.create(name, LoraConfig(rank=20, alpha=8)).host_bytes == plan.adapter
+    slots = trainer.store.swap_in(["a", "b"])
+    assert plan.device - plan.base == sum(b.numel() * 4 for slot in slots for b in slot.buffers.values())
+    assert plan.store == 3 * plan.adapter
+
+
+def test_what_fits_is_accepted() -> None:
+    PLAN.check(device_free=13 * GIB, host_free=10 * GIB)
+    PLAN.check(device_free=None, host_free=23 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("device_free", "host_free", "words"),
+    [
+        (12 * GIB, 99 * GIB, r"GPU has 12\.00 GiB free, .* 8\.00 GiB for the base model and 5 x 1\.00 GiB"),
+        (13 * GIB, 9 * GIB, r"9\.00 GiB of memory are free, .* needs 10\.00 GiB for adapters: lower"),
+        (None, 22 * GIB, r"22\.00 GiB of memory are free, .* for adapters beside 8\.00 GiB for the base model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(device_free: int | None, host_free: int, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        PLAN.check(device_free=device_free, host_free=host_free)
+    assert caught.value.field is not None
+
+
+def test_a_host_limit_below_one_adapter_is_refused() -> None:
+    with pytest.raises(UserError, match=r"takes 1\.00 GiB, and the trainer's host limit is 0\.50 GiB"):
+        MemoryPlan(base=0, adapter=GIB, slots=1, store=GIB // 2).check(device_free=None, host_free=99 * GIB)
+
+
+@pytest.mark.parametrize(("free", "slots"), [(9 * GIB, 1), (16 * GIB, 2), (28 * GIB, 5), (99 * GIB, 8)])
+def test_slots_that_fit(free: int, slots: int) -> None:
+    assert PLAN.slots_that_fit(8, device_free=free, share=0.25) == slots
+
+
+def test_a_containers_memory_is_not_more_than_the_machines() -> None:
+    total, available = host_memory()
+    assert 0 < available <= total
