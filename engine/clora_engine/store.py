@@ -224,8 +224,8 @@ class AdapterStore:
         return slots
 
     def prefetch(self, adapter: str) -> None:
-        """Brings the adapter into the spare slot while the device computes; to be called before the pass is queued
-        that it shall overlap. Does nothing on a CPU, for an unknown adapter, or where memory does not allow it."""
+        """Brings the adapter into the spare slot while the device computes the pass that `swap_in` was called for, to
+        be called before that is queued. Does nothing on a CPU, nor for an adapter that is unknown or cold."""
         state = self._states.get(adapter)
         if self._copies is not None and state is not None and state.cold is None:
             self._live(adapter)

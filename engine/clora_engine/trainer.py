@@ -156,8 +156,11 @@ class Trainer:
             raise outcome
         return outcome
 
-    def forward_backward_joined(self, requests: Sequence[Request]) -> list[ForwardBackwardResult | Exception]:
+    def forward_backward_joined(
+        self, requests: Sequence[Request], *, then: str | None = None
+    ) -> list[ForwardBackwardResult | Exception]:
         """forward_backward for several adapters in one pass, at most as many as there are slots; each adapter once.
+        then: the adapter that will be asked for next, to be swapped in meanwhile.
 
         An answer for each: its result, or what forward_backward would raise. When the joined pass fails, nothing of it
         remains and every call is made alone, so that a call fails by its own fault only. Its seconds are those of the
@@ -168,7 +171,7 @@ class Trainer:
         good = [n for n, outcome in enumerate(outcomes) if outcome is None]
         if len(good) > 1:
             try:
-                results = self._run([requests[n] for n in good], self.tokens_per_microbatch)
+                results = self._run([requests[n] for n in good], self.tokens_per_microbatch, then)
             except Exception as error:
                 log.info("a pass of %d adapters failed and is made one by one: %s", len(good), error)
             else:
@@ -178,7 +181,7 @@ class Trainer:
         for n in good:
             self._free_device()
             try:
-                outcomes[n] = self._alone(requests[n])
+                outcomes[n] = self._alone(requests[n], then)
             except Exception as error:
                 outcomes[n] = error
         return [outcome for outcome in outcomes if outcome is not None]
@@ -206,7 +209,7 @@ class Trainer:
         """
         started = time.perf_counter()
         check_adam(adam)
-        (slot,) = self._activate([adapter])
+        (slot,) = self.store.swap_in([adapter])
         state = self.store.state(adapter)
         master, grad, exp_avg, exp_avg_sq = (slot.vector(name, state.layout) for name in VECTORS)
         norm, finite = adam_step(master, grad, exp_avg, exp_avg_sq, state.step, adam)
@@ -237,12 +240,12 @@ class Trainer:
             return error
         return None
 
-    def _alone(self, request: Request) -> ForwardBackwardResult:
+    def _alone(self, request: Request, then: str | None) -> ForwardBackwardResult:
         """One call by itself, in smaller and smaller micro-batches where memory runs out."""
         budget, smallest = self.tokens_per_microbatch, longest(request.rows)
         while True:
             try:
-                return self._run([request], budget)[0]
+                return self._run([request], budget, then)[0]
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -257,7 +260,7 @@ class Trainer:
             budget = max(smallest, budget // 2)
             log.warning("out of memory: tried again with micro-batches of %d tokens", budget)
 
-    def _run(self, requests: Sequence[Request], budget: int) -> list[ForwardBackwardResult]:
+    def _run(self, requests: Sequence[Request], budget: int, then: str | None) -> list[ForwardBackwardResult]:
         """All calls in the same micro-batches; when it raises, every gradient is as before."""
         started = time.perf_counter()
         batches = micro_batches([r.rows for r in requests], budget, trained_only=True, share=self._share)
@@ -266,6 +269,8 @@ class Trainer:
         try:
             for request in requests:
                 self.store.state(request.adapter).grad_is_zero = False
+            if then is not None:
+                self.store.prefetch(then)
             totals = accumulate(self._base, batches, requests)
         except BaseException:
             for request, slot in zip(requests, slots, strict=True):

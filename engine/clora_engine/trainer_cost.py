@@ -22,8 +22,9 @@ from clora_engine.types import Completion, LoraConfig, Loss, Row
 log = logging.getLogger("clora.trainer")
 
 GAIN = 0.05  # what joining must save to be worth the wait of those that could have been first
-ROW = 64  # tokens of a row that is measured, a quarter of them its prompt
-SMALL, LARGE = 64, 256
+ROW = 32  # tokens of a row that is measured, a quarter of them its prompt
+SIZES = {"cpu": (32, 128), "cuda": (128, 4096)}  # of the small and the larger pass: seconds altogether, on either
+JOINED = 4  # adapters of the joined pass
 ROUNDS = 2
 MOST_SLOTS = 8
 FEWEST_TOKENS = 32  # calls smaller than this do not occur
@@ -38,11 +39,13 @@ class CostModel:
     per_adapter: float
 
     @classmethod
-    def fit(cls, alone_small: float, alone_large: float, joined_small: float, adapters: int) -> CostModel:
-        """From passes of SMALL and LARGE tokens of one adapter, and one of SMALL tokens of each of `adapters`."""
-        per_token = max(1e-9, (alone_large - alone_small) / (LARGE - SMALL))
-        overhead = max(0.0, alone_small - per_token * SMALL)
-        per_adapter = (joined_small - overhead - per_token * SMALL * adapters) / (adapters - 1)
+    def fit(cls, sizes: tuple[int, int], alone: tuple[float, float], adapters: int, joined: float) -> CostModel:
+        """alone: seconds of a pass of one adapter of each of the two sizes; joined: of one with the smaller size from
+        each of `adapters`."""
+        small, large = sizes
+        per_token = max(1e-9, (alone[1] - alone[0]) / (large - small))
+        overhead = max(0.0, alone[0] - per_token * small)
+        per_adapter = (joined - overhead - per_token * small * adapters) / (adapters - 1)
         return cls(overhead, per_token, max(0.0, per_adapter))
 
     def seconds(self, adapters: int, tokens: int) -> float:
@@ -66,20 +69,20 @@ class Choice:
 
 def choose(trainer: Trainer, most: int, *, clock: Callable[[], float] = time.perf_counter) -> Choice:
     """Measures and chooses among 1 to `most` slots; nothing of the measurement remains in the trainer."""
-    adapters = min(most, MOST_SLOTS, trainer.tokens_per_microbatch // SMALL)
-    if adapters < 2 or trainer.longest_row < ROW or trainer.tokens_per_microbatch < LARGE:
+    small, large = SIZES[trainer.store.device.type]
+    slots = min(most, MOST_SLOTS, trainer.tokens_per_microbatch // small)
+    if slots < 2 or trainer.longest_row < ROW or trainer.tokens_per_microbatch < large:
         return Choice(1, 0)
-    trainer.slots = adapters
+    adapters = min(slots, JOINED)
     names = [f"measured-{n}" for n in range(adapters)]
+    trainer.slots = adapters
     try:
         for seed, name in enumerate(names):
             trainer.create(name, LoraConfig(rank=min(trainer.max_rank, rank_bucket(1)), alpha=1, seed=seed))
-        cases = [(1, SMALL), (1, LARGE), (adapters, SMALL)]
-        small, large, joined = _measure(trainer, names, cases, clock)
-        model = CostModel.fit(small, large, joined, adapters)
-        threshold = model.join_below(adapters)
-        size = max(ROW, min(threshold, trainer.tokens_per_microbatch // adapters) // 2 // ROW * ROW)
-        (found,) = _measure(trainer, names, [(adapters, size)], clock) if threshold else (0.0,)
+        first, second, joined = _measure(trainer, names, [(1, small), (1, large), (adapters, small)], clock)
+        model = CostModel.fit((small, large), (first, second), adapters, joined)
+        threshold = min(model.join_below(slots), trainer.tokens_per_microbatch)
+        (found,) = _measure(trainer, names, [(adapters, 2 * small)], clock) if threshold else (0.0,)
     finally:
         for name in names:
             if name in trainer.store:
@@ -91,10 +94,10 @@ def choose(trainer: Trainer, most: int, *, clock: Callable[[], float] = time.per
     log.info(
         "trainer.slots: %d, joining calls below %d tokens; %d calls of %d tokens: predicted %.3f s together and %.3f s"
         " in turn, measured %.3f s together",
-        *(adapters, threshold, adapters, size),
-        *(model.seconds(adapters, size), adapters * model.seconds(1, size), found),
+        *(slots, threshold, adapters, 2 * small),
+        *(model.seconds(adapters, 2 * small), adapters * model.seconds(1, 2 * small), found),
     )
-    return Choice(adapters, threshold)
+    return Choice(slots, threshold)
 
 
 def _measure(

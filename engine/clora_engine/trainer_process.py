@@ -95,9 +95,8 @@ class TrainerServer:
 
     def _forward_backward(self, trainer: Trainer, command: protocol.Joined) -> list[protocol.Reply]:
         calls = [self._call_decoder.decode(call) for call in command.calls]
-        if command.then is not None:
-            trainer.store.prefetch(command.then)
-        outcomes = trainer.forward_backward_joined([Request(call.adapter, call.rows, call.loss) for call in calls])
+        requests = [Request(call.adapter, call.rows, call.loss) for call in calls]
+        outcomes = trainer.forward_backward_joined(requests, then=command.then)
         replies = []
         for outcome in outcomes:
             if not isinstance(outcome, Exception):

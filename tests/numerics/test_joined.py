@@ -405,3 +405,19 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_bit() -> None:
         gradients.append([vectors(trainer, name) for name in "AB"])
     assert kept[1] < kept[0] / 3
     assert all(same_bits(plain, checkpointed) for plain, checkpointed in zip(*gradients, strict=True))
+
+
+def test_attention_and_shared_experts_of_a_mixture_of_experts_are_trained_and_routed_ones_refused() -> None:
+    joined, alone = (tiny_trainer("qwen2-moe", slots=slots) for slots in (2, 1))
+    for trainer in (joined, alone):
+        for name in "AB":
+            trainer.create(name, TENANTS[name])
+    (module,) = {m.name for m in joined._base.modules if m.name.endswith("0.mlp.shared_expert.up_proj")}
+    requests = [request(name) for name in "AB"]
+    for one, ours in zip(requests, join(joined, requests), strict=True):
+        assert ours.loss == pytest.approx(alone.forward_backward(one.adapter, *_call(one)).loss, rel=1e-4, abs=1e-5)
+        state = alone.store.sync(one.adapter)
+        assert state.layout.matrices(state.vectors[GRAD])[module][1].any()
+        assert (vectors(joined, one.adapter)[GRAD] - state.vectors[GRAD]).norm() < 1e-4 * state.vectors[GRAD].norm()
+    with pytest.raises(UserError, match=r"'experts' matches no linear layer of the base model; it has .*up_proj"):
+        joined.create("C", LoraConfig(rank=8, alpha=8, target_modules=("experts",)))

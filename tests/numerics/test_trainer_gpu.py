@@ -10,7 +10,8 @@ from torch import Tensor
 
 from clora_engine.adapter_state import GRAD, VECTORS
 from clora_engine.trainer import Trainer
-from clora_engine.types import AdamParams, LoraConfig, Loss
+from clora_engine.trainer_pass import Request
+from clora_engine.types import AdamParams, ForwardBackwardResult, LoraConfig, Loss
 from tests.numerics.tiny import batch, tiny_trainer, trained_tokens
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +39,40 @@ def test_gradients_agree_with_the_cpu() -> None:
         trainer.forward_backward("a", rows, Loss(name="PPO", denominator=trained_tokens(rows)))
         gradients.append(trainer.store.sync("a").vectors[GRAD])
     assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_a_joined_pass_agrees_with_each_alone(dtype: torch.dtype, tolerance: float) -> None:
+    joined, alone = (tiny_trainer(device="cuda", dtype=dtype, slots=slots) for slots in (3, 1))
+    requests = []
+    for seed, name in enumerate("abc"):
+        rows = batch(seed)
+        requests.append(Request(name, rows, Loss(name="PPO", denominator=trained_tokens(rows))))
+        for trainer in (joined, alone):
+            trainer.create(name, LoraConfig(rank=8 + seed % 2 * 4, alpha=16, seed=seed))
+    results = joined.forward_backward_joined(requests)
+    for one, result in zip(requests, results, strict=True):
+        assert isinstance(result, ForwardBackwardResult), result
+        alone.forward_backward(one.adapter, one.rows, one.loss)
+        ours, theirs = (trainer.store.sync(one.adapter).vectors[GRAD] for trainer in (joined, alone))
+        assert (ours - theirs).norm() / theirs.norm() < tolerance
+
+
+def test_prefetching_changes_no_bit() -> None:
+    trainers = [tiny_trainer(device="cuda"), tiny_trainer(device="cuda")]
+    for trainer, prefetch in zip(trainers, (True, False), strict=True):
+        for seed, name in enumerate("abc"):
+            trainer.create(name, LoraConfig(rank=8, alpha=16, seed=seed))
+        for round_ in range(2):
+            for seed, (name, following) in enumerate((("a", "b"), ("b", "c"), ("c", "a"))):
+                rows = batch(10 * round_ + seed)
+                one = Request(name, rows, Loss(name="PPO", denominator=trained_tokens(rows)))
+                (result,) = trainer.forward_backward_joined([one], then=following if prefetch else None)
+                assert isinstance(result, ForwardBackwardResult), result
+                trainer.optim_step(name, ADAM)
+    for name in "abc":
+        ours, theirs = (vectors(trainer, name) for trainer in trainers)
+        assert all(torch.equal(ours[vector], theirs[vector]) for vector in ours)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

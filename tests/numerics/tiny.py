@@ -6,7 +6,14 @@ import random
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from clora_engine.trainer import Trainer
 from clora_engine.trainer_base import BaseModel
@@ -33,6 +40,10 @@ def tiny_model(family: str = "qwen3", *, dtype: torch.dtype = torch.float32) -> 
         torch.manual_seed(7)
         if family == "llama":
             model = LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=True))
+        elif family == "qwen2-moe":
+            shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**shape, **experts, shared_expert_intermediate_size=32))
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=False))
     return model.to(dtype).eval()

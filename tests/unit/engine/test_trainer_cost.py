@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from clora_engine.trainer import Trainer
-from clora_engine.trainer_cost import FEWEST_TOKENS, LARGE, SMALL, Choice, CostModel, _rows, choose
+from clora_engine.trainer_cost import FEWEST_TOKENS, Choice, CostModel, _rows, choose
 from clora_engine.trainer_pass import Request
 from clora_engine.types import LoraConfig, Loss
 from tests.numerics.tiny import tiny_trainer
@@ -57,7 +57,7 @@ class Machine:
 
 def test_the_model_is_found_from_three_passes() -> None:
     model = SMALL_CALLS_PAY
-    found = CostModel.fit(model.seconds(1, SMALL), model.seconds(1, LARGE), model.seconds(4, SMALL), 4)
+    found = CostModel.fit((64, 256), (model.seconds(1, 64), model.seconds(1, 256)), 4, model.seconds(4, 64))
     for name in ("overhead", "per_token", "per_adapter"):
         assert getattr(found, name) == pytest.approx(getattr(model, name))
     # The threshold is where joining four saves 5 % of the joined pass, no sooner and no later.
@@ -95,7 +95,7 @@ def test_predicted_and_measured_seconds_are_logged(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, "clora.trainer"):
         auto = choose(machine.trainer, 4, clock=machine.clock)
     assert auto.join_below == pytest.approx(SMALL_CALLS_PAY.join_below(4), abs=2)
-    size = 256
+    size = 64
     together = f"{SMALL_CALLS_PAY.seconds(4, size):.3f}"
     assert f"predicted {together} s together" in caplog.text
     assert f"measured {together} s together" in caplog.text
@@ -109,7 +109,7 @@ def test_nothing_of_the_measurement_remains() -> None:
     assert not any(buffer.any() for slot in machine.trainer.store._slots for buffer in slot.buffers.values())
 
 
-@pytest.mark.parametrize("settings", [{"budget": 128}, {"budget": 2048, "most": 1}])
+@pytest.mark.parametrize("settings", [{"budget": 64}, {"budget": 2048, "most": 1}])
 def test_where_there_is_nothing_to_join_nothing_is_measured(settings: dict[str, Any]) -> None:
     most = settings.pop("most", 4)
     assert choose(tiny_trainer(**settings), most) == Choice(1, 0)
