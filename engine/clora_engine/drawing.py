@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from clora_engine.journal import Journal
+from clora_engine.patience import Patience
 from clora_engine.plan import Plan
 from clora_engine.rollout import Prompt, Rollouts
 from clora_engine.sampler import Lease
@@ -48,8 +49,9 @@ class Drawn:
 class Drawer:
     """Draws groups of one experiment and logs them in its journal."""
 
-    def __init__(self, journal: Journal, rollouts: MakeRollouts) -> None:
+    def __init__(self, journal: Journal, rollouts: MakeRollouts, patience: Patience) -> None:
         self._journal = journal
+        self._patience = patience
         self._rollouts = rollouts
 
     async def draw(self, plan: Plan, step: int, position: int) -> Drawn:
@@ -60,7 +62,7 @@ class Drawer:
         rollouts = self._rollouts(plan)
 
         async def log_group(group: Group) -> None:
-            await asyncio.to_thread(self._journal.append_group, step, group)
+            await self._patience.keep(lambda: asyncio.to_thread(self._journal.append_group, step, group))
 
         groups: list[Group] = []
         drawn = 0

@@ -56,6 +56,12 @@ class CheckpointError(EngineError):
     reason = "CheckpointUnreachable"
 
 
+class StorageFullError(TransientError):
+    """The storage has no room for what was to be written; what is there is as it was."""
+
+    reason = "StorageFull"
+
+
 class StaleEpochError(EngineError):
     """Another, newer engine owns the experiment's folder; nothing was written."""
 

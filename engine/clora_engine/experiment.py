@@ -32,8 +32,9 @@ from clora_api.control import (
 )
 from clora_engine import plan as planning
 from clora_engine import stop_when
-from clora_engine.errors import CheckpointError, EngineError, TrainerDied, UserError
+from clora_engine.errors import CheckpointError, EngineError, StorageFullError, TrainerDied, UserError
 from clora_engine.journal import Commit, Journal
+from clora_engine.patience import Patience
 from clora_engine.plan import Plan
 from clora_engine.progress import Progress
 from clora_engine.training import Services, StepOutcome, Training
@@ -71,10 +72,12 @@ class Experiment:
         self._epoch = epoch
         self._changed = changed
         self._journal = Journal(services.config.storage, desired.uid, epoch)
-        self._training = Training(services, self._journal, desired.uid, self._set_activity)
+        self._patience = Patience(self._storage_full, lambda: self._stopping)
+        self._training = Training(services, self._journal, desired.uid, self._set_activity, self._patience)
         self._plan: Plan | None = None
         self._plan_digest = ""
         self._outcome = _Outcome()
+        self._full = ""  # why it waits for room in the storage
         self._attempt_of_failure = 0
         self._progress = Progress()
         self._commit: Commit | None = None
@@ -262,17 +265,21 @@ class Experiment:
         if self._commit is None or self._commit.manifest.step < self._progress.step:
             progress = self._progress
             self._commit = await self._training.commit(plan, progress.step, progress.position, progress.values)
-        if self.phase is Phase.DELETING:
+        if self._deleting():
             return
         if self._complete(plan):
-            self.phase = Phase.SUCCEEDED
             self._activity = ""
             if self._progress.step < plan.spec.max_steps:
                 assert plan.spec.stop_when is not None
                 self._outcome.message = stop_when.reason(plan.spec.stop_when)
-            self._write_result()
+            await self._patience.keep(self._write_result)
+            if not self._deleting():  # asked for meanwhile
+                self.phase = Phase.SUCCEEDED
         elif self.desired.mode is RunMode.SUSPEND:
             self.phase = Phase.SUSPENDED
+
+    def _deleting(self) -> bool:
+        return self.phase is Phase.DELETING
 
     def _take(self, outcome: StepOutcome) -> None:
         self._progress.take(outcome.step, outcome.position, outcome.values)
@@ -287,7 +294,7 @@ class Experiment:
             # the epoch ends; the next one resumes from the last commit: no failure of the experiment
             log.info("%s: %s", self.desired.uid, error)
             return
-        self.phase, self._attempt_of_failure = Phase.FAILED, self.desired.attempt
+        self.phase, self._attempt_of_failure, self._full = Phase.FAILED, self.desired.attempt, ""
         if isinstance(error, EngineError):
             retryable = not isinstance(error, UserError)
             self._outcome = _Outcome(error.reason, str(error), error.field, retryable)
@@ -309,6 +316,11 @@ class Experiment:
         except EngineError as error:
             log.debug("%s: %s", self.desired.uid, error)
 
+    def _storage_full(self, message: str) -> None:
+        """It pauses, or goes on when `message` is empty."""
+        self._full = message
+        self._changed()
+
     def _set_activity(self, activity: str) -> None:
         self._activity = activity
         self._changed()
@@ -327,8 +339,8 @@ class Experiment:
             mode=self.desired.mode,
             attempt=self.desired.attempt,
             spec_digest=self.spec_digest,
-            reason=self._outcome.reason,
-            message=self._outcome.message,
+            reason=StorageFullError.reason if self._full else self._outcome.reason,
+            message=self._full or self._outcome.message,
             field=self._outcome.field,
             retryable=self._outcome.retryable,
             adapter_loaded=self._loaded,
@@ -341,9 +353,10 @@ class Experiment:
             best=_reported_best(commit),
         )
 
-    def _write_result(self) -> None:
-        result = Result(phase=self.phase.value, report=self.report(0).to_api())
-        self._journal.write_json("result.json", msgspec.json.encode(result))
+    async def _write_result(self) -> None:
+        report = self.report(0).model_copy(update={"phase": Phase.SUCCEEDED})
+        result = Result(phase=report.phase.value, report=report.to_api())
+        await asyncio.to_thread(self._journal.write_json, "result.json", msgspec.json.encode(result))
 
     def restore_result(self) -> bool:
         """Whether it has succeeded in an earlier life; it is then shown as it ended, and never run again."""

@@ -18,6 +18,7 @@ Only JSON and safetensors are read; nothing is unpickled.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -33,7 +34,7 @@ from typing import Any
 import msgspec
 
 from clora_engine.best import Best
-from clora_engine.errors import CheckpointError, FolderLockedError, StaleEpochError, UserError
+from clora_engine.errors import CheckpointError, FolderLockedError, StaleEpochError, StorageFullError, UserError
 from clora_engine.types import Group
 
 LOCK_SECONDS = 30.0
@@ -156,10 +157,11 @@ class Journal:
         """
         prepared, folder = self._work_folder(step), self._step_folder(step)
         files = {}
-        for path in sorted(prepared.iterdir()):
-            _sync(path)
-            files[path.name] = _sha256(path)
-        _sync(prepared)
+        with _room():
+            for path in sorted(prepared.iterdir()):
+                _sync(path)
+                files[path.name] = _sha256(path)
+            _sync(prepared)
         with self._owned():
             manifest = Manifest(
                 step=step,
@@ -301,8 +303,8 @@ def _is_step(folder: Path) -> bool:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Raises FolderLockedError when another process holds it for long: a write takes milliseconds, but its process may
-    have been stopped in the middle of one."""
-    with path.open("a") as file:
+    have been stopped in the middle of one. Raises StorageFullError for what is written under it."""
+    with _room(), path.open("a") as file:
         deadline = time.monotonic() + LOCK_SECONDS
         while not _try_lock(file.fileno()):
             if time.monotonic() > deadline:
@@ -320,11 +322,30 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
+@contextmanager
+def _room() -> Iterator[None]:
+    """Raises StorageFullError, naming the file, when there is no room for what is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            name = Path(error.filename).name if error.filename else "a file"
+            raise StorageFullError(f"no room for {name}: {error.strerror}") from error
+        raise
+
+
 def _append(path: Path, line: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    """All of the line or, when there is no room for it, nothing."""
+    before = path.stat().st_size if path.exists() else 0
+    with path.open("ab", buffering=0) as file:
+        try:
+            written = 0
+            while written < len(line):
+                written += file.write(line[written:])
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def _write_atomic(path: Path, data: bytes) -> None:

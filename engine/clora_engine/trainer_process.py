@@ -10,6 +10,7 @@ Left out: restarting (when the trainer dies the engine's epoch ends) and more th
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import select
@@ -59,7 +60,10 @@ class TrainerServer:
             command = self._decoder.decode(body)
             return protocol.Reply(result=msgspec.Raw(self._encoder.encode(self._execute(command))))
         except OSError as error:  # a full disk, say
-            named = CheckpointError(f"{error.filename}: {error.strerror}", reason="StorageFailed")
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            named = CheckpointError(
+                f"{error.filename}: {error.strerror}", reason="StorageFull" if full else "StorageFailed"
+            )
             return protocol.Reply(failure=protocol.failure_of(named))
         except EngineError as error:
             return protocol.Reply(failure=protocol.failure_of(error))

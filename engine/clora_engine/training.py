@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from clora_api.v1alpha1.base import number
@@ -32,6 +33,7 @@ from clora_engine.data import demonstration
 from clora_engine.drawing import Ahead, Drawer, Drawn, policy_lag
 from clora_engine.errors import UserError
 from clora_engine.journal import Commit, Journal
+from clora_engine.patience import Patience
 from clora_engine.plan import Plan, max_context
 from clora_engine.rollout import RolloutConfig, Rollouts
 from clora_engine.rollout_metrics import step_metrics
@@ -66,12 +68,15 @@ class StepOutcome:
 class Training:
     """The steps of one experiment, one after the other. Its adapter must be in the trainer under `uid`."""
 
-    def __init__(self, services: Services, journal: Journal, uid: str, on_activity: OnActivity) -> None:
+    def __init__(
+        self, services: Services, journal: Journal, uid: str, on_activity: OnActivity, patience: Patience
+    ) -> None:
         self._services = services
         self._journal = journal
         self._uid = uid
         self._activity = on_activity
-        self._ahead = Ahead(Drawer(journal, self._rollouts))
+        self._patience = patience
+        self._ahead = Ahead(Drawer(journal, self._rollouts, patience))
         self._updates = Updates(services.trainer, journal, uid)
         self._published = 0  # the version's step
         self.best: Best | None = None
@@ -94,19 +99,23 @@ class Training:
         waited = self._seconds_waited()
         values |= await self._evaluate(plan, 0, last=False)
         values["wait_sampler_seconds"] = self._seconds_waited() - waited
-        await asyncio.to_thread(self._journal.append_metrics, values)
+        await self._append_metrics(values)
         return StepOutcome(0, 0, values, await self.commit(plan, 0, 0, values))
 
     async def publish(self, step: int) -> None:
         """Makes the trainer's weights the version that the sampler serves for this experiment."""
+        directory = await self._patience.keep(self._export)
+        await self._services.sampler.publish(Version(self._uid, step), directory)
+        self._published = step
+
+    async def _export(self) -> Path:
         directory = self._services.sampler.new_directory()
         try:
             await self._services.trainer.export(self._uid, directory)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
             raise
-        await self._services.sampler.publish(Version(self._uid, step), directory)
-        self._published = step
+        return directory
 
     # ---------------------------------------------------------------- one step
 
@@ -149,7 +158,7 @@ class Training:
 
     async def _finish(self, plan: Plan, step: int, position: int, line: dict[str, Any]) -> StepOutcome:
         self._activity("Commit")
-        await asyncio.to_thread(self._journal.append_metrics, line)
+        await self._append_metrics(line)
         commit = None
         if step % plan.spec.checkpoint.every == 0 or step >= plan.spec.max_steps:
             commit = await self.commit(plan, step, position, line)
@@ -158,7 +167,14 @@ class Training:
         return StepOutcome(step, position, line, commit)
 
     async def commit(self, plan: Plan, step: int, position: int, values: Mapping[str, Any]) -> Commit:
-        """Commits what the trainer holds as `step`, and all metrics so far; `values` are the step's."""
+        """Commits what the trainer holds as `step`, and all metrics so far; `values` are the step's. Waits while the
+        storage is full."""
+        return await self._patience.keep(lambda: self._commit(plan, step, position, values))
+
+    async def _append_metrics(self, line: dict[str, Any]) -> None:
+        await self._patience.keep(lambda: asyncio.to_thread(self._journal.append_metrics, line))
+
+    async def _commit(self, plan: Plan, step: int, position: int, values: Mapping[str, Any]) -> Commit:
         folder = await asyncio.to_thread(self._journal.step_folder, step)
         await self._services.trainer.save(self._uid, folder, optimizer=True)
         found = measured(values, evaluates=bool(plan.data.held_out))

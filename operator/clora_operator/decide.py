@@ -31,7 +31,7 @@ from clora_operator.observe import ObservedExperiment, lacks_commits
 from clora_operator.plan import AddFinalizer, Plan, PutOnEngine
 from clora_operator.resources import find_condition, from_rfc3339
 from clora_operator.settings import Settings
-from clora_operator.status import Verdict
+from clora_operator.status import Verdict, clip
 
 LONGEST_BACKOFF_SECONDS = 300.0
 
@@ -253,9 +253,12 @@ def _how_is_it_attached(case: Case) -> Course:
         return course
     if report.phase is Phase.RUNNING and report.adapter_loaded:
         message = f"LoRAEngine {case.engine_name} holds the adapter (epoch {report.epoch})"
+        progressing = Verdict("True", Reason.RUNNING, "steps are being made")
+        if report.reason == Reason.STORAGE_FULL:
+            progressing = Verdict("False", Reason.STORAGE_FULL, clip(report.message, 1024))
         return Course(
             attached=Verdict("True", Reason.ENGINE_CONFIRMED, message),
-            progressing=Verdict("True", Reason.RUNNING, "steps are being made"),
+            progressing=progressing,
             wants_slot=True,
         )
     return course

@@ -59,6 +59,7 @@ class Reason(StrEnum):
     ENGINE_UNREACHABLE = "EngineUnreachable"
     CHECKPOINT_UNREACHABLE = "CheckpointUnreachable"
     RUNNING = "Running"
+    STORAGE_FULL = "StorageFull"  # it waits for room in its engine's storage, then goes on
     RETRYING = "Retrying"
     SUSPENDED = "Suspended"
     SUSPENDING = "Suspending"
@@ -116,13 +117,13 @@ def derive_state(conditions: Mapping[str, tuple[str, str]]) -> State:
         if get(kind)[0] == "True":
             return state
     attached, why = get(ExperimentCondition.ATTACHED)
-    progressing, _ = get(ExperimentCondition.PROGRESSING)
+    progressing, pause = get(ExperimentCondition.PROGRESSING)
     if why in (Reason.SUSPENDED, Reason.SUSPENDING):
         return State.SUSPENDED
     if why in (Reason.QUEUED, Reason.PREEMPTED, Reason.ENGINE_DRAINING):
         return State.QUEUED
     if attached == "True":
-        return State.RUNNING if progressing == "True" else State.ATTACHING
+        return State.RUNNING if progressing == "True" or pause == Reason.STORAGE_FULL else State.ATTACHING
     if attached == "Unknown" and why == Reason.ENGINE_UNREACHABLE:
         return State.UNKNOWN
     return State.ATTACHING if why == Reason.ATTACHING else State.PENDING

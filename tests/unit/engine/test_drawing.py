@@ -15,6 +15,7 @@ from clora_engine.config import EngineConfig
 from clora_engine.drawing import Ahead, Drawer, Drawn, policy_lag
 from clora_engine.errors import EngineError
 from clora_engine.journal import Journal
+from clora_engine.patience import Patience
 from clora_engine.plan import Plan
 from clora_engine.rollout import Prompt
 from clora_engine.types import Group, Trajectory
@@ -67,7 +68,8 @@ def opened(tmp_path: Path, epoch: int = 1) -> Journal:
 
 
 async def draw(journal: Journal, plan: Plan, played: Played, position: int = 10) -> Drawn:
-    return await Drawer(journal, lambda _: cast(Any, played)).draw(plan, 1, position)
+    patience = Patience(print, lambda: True)
+    return await Drawer(journal, lambda _: cast(Any, played), patience).draw(plan, 1, position)
 
 
 async def test_without_refill_a_step_is_its_prompts(tmp_path: Path) -> None:

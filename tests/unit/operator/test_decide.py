@@ -101,6 +101,16 @@ def test_progress_goes_into_the_status() -> None:
     assert "bestCheckpoint" not in plan.status
 
 
+def test_a_full_storage_is_said_and_is_no_failure() -> None:
+    told = experiment(status=running())
+    full = report(told, reason="StorageFull", message="the engine's storage is full")
+    plan = decide(told, reported=full)
+    assert said(plan, "Attached") == ("True", "EngineConfirmed")
+    assert said(plan, "Progressing") == ("False", "StorageFull")
+    assert plan.status["state"] == "Running"
+    assert plan.actions == ()
+
+
 def test_the_best_checkpoint_goes_into_the_status() -> None:
     told = experiment(status=claimed())
     best = ReportedBest(step=3, metric="evalAccuracy", value=0.87654321)
