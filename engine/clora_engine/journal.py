@@ -6,6 +6,7 @@
         steps/00007/          adapter_model.safetensors, adapter_config.json, optimizer.safetensors, manifest.json
         steps/00008.epoch-2/  what the engine of epoch 2 prepares for the commit of step 8
         metrics.jsonl         one line a step
+        tensorboard/          the same as event files (tensorboard.py); nothing reads them back
         result.json           written once, when the experiment has succeeded
 
 A step comes to exist at one moment: the rename of its manifest, which holds the digests of the step's files and the

@@ -116,6 +116,8 @@ class Sampler:
         self._leases: Counter[int] = Counter()  # held, by rank
         self._directories = count()
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
+        self._prompts: Counter[str] = Counter()  # tokens, by experiment
+        self._cached: Counter[str] = Counter()
         self._base: BaseShapes | None = None
         self._busy = BusyClock()
 
@@ -212,6 +214,9 @@ class Sampler:
             self._generated_tokens += len(output.sample.ids)
             self._prompt_tokens += output.prompt_tokens
             self._cached_tokens += output.cached_tokens
+        if lease is not None:
+            self._prompts[tenant] += sum(output.prompt_tokens for output in outputs)
+            self._cached[tenant] += sum(output.cached_tokens for output in outputs)
         return [output.sample for output in outputs]
 
     async def _one(
@@ -246,6 +251,11 @@ class Sampler:
     def seconds_waited(self, experiment: str) -> float:
         """Seconds since it was registered in which all that it sampled waited for others."""
         return self._gate.seconds_waited(experiment)
+
+    def prompt_tokens(self, experiment: str) -> tuple[int, int]:
+        """Prompt tokens that the experiment has sampled after since the sampler started, each sample's counted, and
+        how many of them the prefix cache saved."""
+        return self._prompts[experiment], self._cached[experiment]
 
     def stats(self) -> SamplerStats:
         core = self._supervisor.core

@@ -38,6 +38,7 @@ from clora_engine.plan import Plan, max_context
 from clora_engine.rollout import RolloutConfig, Rollouts
 from clora_engine.rollout_metrics import step_metrics
 from clora_engine.sampler import Lease, Sampler
+from clora_engine.tensorboard import TensorBoard
 from clora_engine.trainer_client import TrainerClient
 from clora_engine.types import Version
 from clora_engine.updates import Updates
@@ -76,10 +77,12 @@ class Training:
         self._uid = uid
         self._activity = on_activity
         self._patience = patience
+        self._tensorboard = TensorBoard(journal.folder / "tensorboard", journal.epoch)
         self._ahead = Ahead(Drawer(journal, self._rollouts, patience))
         self._updates = Updates(services.trainer, journal, uid)
         self._published = 0  # the version's step
         self.best: Best | None = None
+        self._commit_seconds: float | None = None  # of the last commit: its own line of metrics is part of it
 
     async def rest(self) -> None:
         """No step follows for now: ends what is being drawn ahead."""
@@ -88,6 +91,7 @@ class Training:
     async def close(self) -> None:
         """Leaves the trainer what it had before `begin` or the first step, but for the adapter itself."""
         await self._ahead.close()
+        await asyncio.to_thread(self._tensorboard.close)
         await self._updates.close()
 
     # ---------------------------------------------------------------- start
@@ -129,6 +133,7 @@ class Training:
         """
         clock = _Clock()
         waited = self._seconds_waited()
+        prompts, cached = self._prompt_tokens()
         if plan.supervised:
             position, batch, values = await self._demonstrations(plan, position)
             temperature = 1.0
@@ -149,9 +154,17 @@ class Training:
         values |= await self._evaluate(plan, step, last=step >= plan.spec.max_steps or is_last(values))
         clock.lap("evaluate_seconds")
         values["wait_sampler_seconds"] = self._seconds_waited() - waited
+        if plan.samples:
+            now = self._prompt_tokens()
+            values |= {"prompt_tokens": float(now[0] - prompts), "prompt_tokens_cached": float(now[1] - cached)}
+        if self._commit_seconds is not None:
+            values["last_commit_seconds"] = self._commit_seconds
         values |= clock.laps | {"step_seconds": clock.total()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         return await self._finish(plan, step, position, {"step": step, "time": _now()} | finite)
+
+    def _prompt_tokens(self) -> tuple[int, int]:
+        return self._services.sampler.prompt_tokens(self._uid)
 
     def _seconds_waited(self) -> float:
         return self._services.sampler.seconds_waited(self._uid)
@@ -169,10 +182,14 @@ class Training:
     async def commit(self, plan: Plan, step: int, position: int, values: Mapping[str, Any]) -> Commit:
         """Commits what the trainer holds as `step`, and all metrics so far; `values` are the step's. Waits while the
         storage is full."""
-        return await self._patience.keep(lambda: self._commit(plan, step, position, values))
+        started = time.monotonic()
+        commit = await self._patience.keep(lambda: self._commit(plan, step, position, values))
+        self._commit_seconds = time.monotonic() - started
+        return commit
 
     async def _append_metrics(self, line: dict[str, Any]) -> None:
         await self._patience.keep(lambda: asyncio.to_thread(self._journal.append_metrics, line))
+        await asyncio.to_thread(self._tensorboard.add, line)
 
     async def _commit(self, plan: Plan, step: int, position: int, values: Mapping[str, Any]) -> Commit:
         folder = await asyncio.to_thread(self._journal.step_folder, step)

@@ -164,6 +164,9 @@ class WrittenSampler:
     def register(self, experiment: str, weight: int, remaining_tokens: int) -> None:
         return None
 
+    def prompt_tokens(self, experiment: str) -> tuple[int, int]:
+        return 10 * self.sampled, 9 * self.sampled
+
     def seconds_waited(self, experiment: str) -> float:
         return 0.0
 
