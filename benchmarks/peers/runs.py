@@ -22,6 +22,7 @@ from local.cache import working_uv
 from local.control_plane import free_port
 
 START_SECONDS = 900.0
+RUN_SECONDS = 3600.0
 FIGURES = ("rollout_seconds", "train_seconds", "sampled_tokens", "trained_tokens", "reward_mean")
 
 
@@ -34,9 +35,9 @@ class PeerFailed(Exception):
 
     @classmethod
     def ended(cls, status: int | None, log: Path) -> PeerFailed:
-        """A process that ended so, or not at all (None), with the last line of its log."""
+        """A process that ended so, or did not in time (None), with the last line of its log."""
         lines = log.read_text(errors="replace").strip().splitlines()
-        how = "no answer in time" if status is None else f"exit status {status}"
+        how = "not finished in time" if status is None else f"exit status {status}"
         return cls(": ".join([how, *lines[-1:]]), log)
 
 
@@ -47,7 +48,7 @@ def run_script(python: Path, module: str, work: Work, folder: Path) -> tuple[flo
         Seconds since the epoch of the process's start and end, and its events.
 
     Raises:
-        PeerFailed: it did not end well.
+        PeerFailed: it did not end well, or not at all.
     """
     told, log = folder / "work.json", folder / "log.txt"
     told.write_bytes(msgspec.json.encode(work))
@@ -55,7 +56,12 @@ def run_script(python: Path, module: str, work: Work, folder: Path) -> tuple[flo
     with log.open("w") as output:
         start = time.time()
         command = [str(python), "-m", module, str(told)]
-        done = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False)
+        try:
+            done = subprocess.run(
+                command, stdout=output, stderr=output, env=environment, timeout=RUN_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise PeerFailed.ended(None, log) from None
         end = time.time()
     if done.returncode != 0:
         raise PeerFailed.ended(done.returncode, log)

@@ -30,6 +30,10 @@ from benchmarks.peers.work import Episodes, Events, Work, read_work, step_tokens
 from clora_engine.chat import load_tokenizer
 from clora_engine.plan import Plan
 
+# Of continuous batching, with pages of 256 tokens: more than a step needs. Its default is half of a GPU's memory, for
+# which it takes the machine's where there is none.
+CACHE = {"num_blocks": 128, "max_batch_tokens": 4096}
+
 
 class Rollout:
     """TRL's rollout_func: plays a generation batch, which is one step's groups, turn by turn."""
@@ -93,6 +97,7 @@ def config(plan: Plan, settings: dict[str, Any], scratch: Path) -> GRPOConfig:
         max_completion_length=plan.spec.sampling.max_tokens,  # of one generation: a turn
         temperature=plan.temperature,
         use_transformers_continuous_batching=settings["generation"] == "continuous",
+        transformers_continuous_batching_config=CACHE,
         loss_type="dapo",
         scale_rewards="group" if algorithm.normalize_by_std else "none",
         beta=0.0,
