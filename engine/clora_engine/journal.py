@@ -44,7 +44,8 @@ LOCK_POLL_SECONDS = 0.01
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A commit. `files`: name -> sha256 in hex. `metrics_bytes`: length of metrics.jsonl at the commit. `position`:
-    examples of the data consumed. `time`: seconds since the Unix epoch. `best`: of all commits up to this one."""
+    examples of the data consumed. `time`: seconds since the Unix epoch. `best`: of all commits up to this one. `uid`:
+    of the experiment that made it (empty: made before this was written down)."""
 
     step: int
     epoch: int
@@ -53,6 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     time: float
     best: Best | None = None
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class Journal:
                 position=position,
                 time=now,
                 best=best,
+                uid=self.uid,
             )
             data = msgspec.json.encode(manifest)
             shutil.rmtree(folder, ignore_errors=True)  # of a kill between the next two lines; it has no manifest
@@ -202,6 +205,8 @@ class Journal:
             raise CheckpointError(f"steps/{step:05d}/manifest.json of {self.uid} is unreadable: {error}") from None
         if manifest.step != step:
             raise CheckpointError(f"steps/{step:05d}/manifest.json of {self.uid} is of step {manifest.step}")
+        if manifest.uid not in ("", self.uid):
+            raise CheckpointError(f"steps/{step:05d}/manifest.json of {self.uid} is of experiment {manifest.uid}")
         for name, digest in manifest.files.items():
             path = folder / name
             if Path(name).name != name or not path.is_file() or path.is_symlink() or _sha256(path) != digest:
@@ -250,7 +255,7 @@ class Journal:
 
     def read_groups(self, step: int) -> dict[int, Group]:
         """Finished groups of `step` by index. A torn last line (a kill while it was written) is dropped. Raises
-        StaleEpochError."""
+        StaleEpochError, and CheckpointError, naming the line, when another one is damaged."""
         path = self._rollouts(step)
         with self._owned():
             data = path.read_bytes() if path.exists() else b""
@@ -258,8 +263,15 @@ class Journal:
             if torn:
                 with path.open("r+b") as file:
                     file.truncate(len(whole) + 1 if whole else 0)
-        groups = (msgspec.json.decode(line, type=Group) for line in whole.split(b"\n") if line)
-        return {group.index: group for group in groups}
+        groups = {}
+        for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
+            try:
+                group = msgspec.json.decode(line, type=Group)
+            except msgspec.MsgspecError as error:
+                where = f"rollouts/{path.name} of {self.uid}, line {number}"
+                raise CheckpointError(f"{where}, is unreadable: {error}") from None
+            groups[group.index] = group
+        return groups
 
     def drop_groups(self, step: int) -> None:
         """Forgets the logged groups of `step` and later ones. Raises StaleEpochError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,6 +177,26 @@ def test_a_torn_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
         path.symlink_to(elsewhere)
     with pytest.raises(CheckpointError, match=r"steps/00000/adapter_model\.safetensors"):
         journal.resume()
+
+
+def test_a_step_of_another_experiment_is_refused_by_name(tmp_path: Path) -> None:
+    make_step(opened(tmp_path / "a"), 0)
+    other = Journal(tmp_path / "b", "another", 1)
+    other.claim("team-a", "run")
+    shutil.copytree(tmp_path / "a" / "experiments" / UID / "steps" / "00000", other.folder / "steps" / "00000")
+    with pytest.raises(CheckpointError, match=rf"steps/00000/manifest\.json of another is of experiment {UID}"):
+        other.resume()
+
+
+def test_a_damaged_line_of_the_log_is_named(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.append_group(1, group(0))
+    path = journal.folder / "rollouts" / "00001.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"index": 1}\n')
+    with pytest.raises(CheckpointError, match=r"rollouts/00001\.jsonl of .*, line 2, is unreadable"):
+        journal.read_groups(1)
+    journal.drop_groups(1)
+    assert journal.read_groups(1) == {}
 
 
 def test_a_step_is_committed_once(tmp_path: Path) -> None:
