@@ -178,8 +178,10 @@ class Trainer:
                 for n, result in zip(good, results, strict=True):
                     outcomes[n] = result
                 good = []
+            # Out of the handler the failed pass's tensors are free, and may go back to the device.
+            if good:
+                self._free_device()
         for n in good:
-            self._free_device()
             try:
                 outcomes[n] = self._alone(requests[n], then)
             except Exception as error:

@@ -70,7 +70,9 @@ def _backward(
         selection = trained_selection(part, requests[part.call].rows)
         assert selection is not None, "a completion without any weight was computed"
         chosen.append((part.call, selection))
-    temperature_H = torch.cat([torch.full((len(s.head_H),), requests[call].loss.temperature) for call, s in chosen])
+    temperature_H = torch.cat(
+        [s.columns_3N.new_full(s.head_H.shape, requests[call].loss.temperature) for call, s in chosen]
+    )
     logprobs_H, entropies_H = base.logprobs(batch, torch.cat([s.head_H for _, s in chosen]), temperature_H)
     values, sums, first = [], [], 0
     for call, selection in chosen:
