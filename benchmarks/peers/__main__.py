@@ -49,8 +49,7 @@ TRIALS: Sequence[Mapping[str, Any]] = (
     {"dtype": "bfloat16", "micro_batch": 16, "generation": "static"},
     {"dtype": "float32", "micro_batch": 16, "generation": "continuous"},
 )
-SKYRL_CLIENTS = (1, 4)
-SKYRL_STEPS = 3  # the first compiles
+SKYRL_STEPS = {1: 5, 4: 3}  # by clients; the first compiles
 PEER_PACKAGES = ("trl", "skyrl", "tinker", "jax", "torch", "transformers", "peft")
 
 
@@ -138,9 +137,8 @@ class Benchmark:
     def skyrl(self) -> dict[str, Any]:
         """The warm-up on its server, then GRPO from there, with one client and with several at once."""
         python = environments.skyrl(self._folder / "environments")
-        spec = self._job("skyrl", FAMILIES[0], 1, steps=SKYRL_STEPS).spec
         folder, base = self._scratch("skyrl"), self._float32_model()
-        adapters = max(SKYRL_CLIENTS) + 3  # one for each client that was, the base model, and the warm-up's
+        adapters = sum(SKYRL_STEPS) + 2  # one for each client, the base model, and the warm-up's
         with skyrl_server(python, base, folder, adapters, LORA["rank"]) as url:
 
             def client(spec: dict[str, Any], count: int, state: str) -> list[dict[str, Any]]:
@@ -150,7 +148,10 @@ class Benchmark:
 
             supervised = client(warm_up_spec(), 1, "")
             state = supervised[-1]["path"]
-            runs = [skyrl_record(count, client(spec, count, state)) for count in SKYRL_CLIENTS]
+            runs = []
+            for count, made in SKYRL_STEPS.items():
+                spec = self._job("skyrl", FAMILIES[0], 1, steps=made).spec
+                runs.append(skyrl_record(count, client(spec, count, state)))
         steps = [event for event in supervised if event["event"] == "supervised"]
         return {"supervised": steps, "runs": runs}
 

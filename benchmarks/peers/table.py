@@ -177,7 +177,8 @@ def _skyrl(document: Record) -> Iterator[str]:
         yield (
             "SkyRL's server with its JAX back end on the CPU in float32; clients of the Tinker SDK play the same"
             " episodes, each client with an adapter of its own. Groups without signal are left out, as clora leaves"
-            " them out. The first step compiles and is not counted. The supervised start was trained on the same server"
+            " them out. The first step compiles and is not counted; rates are medians over the others,"
+            " some of which meet new lengths and compile too. The supervised start was trained on the same server"
             f" ({len(supervised)} steps, {seconds:.1f} s each)."
         )
         yield ""
@@ -213,9 +214,9 @@ def _warm(run: Record) -> list[Record]:
 
 
 def _rate(steps: Sequence[Record], tokens: str, seconds: str) -> float:
-    """Tokens a second over all steps; 0 where none took any time."""
-    total = sum(step[seconds] for step in steps)
-    return sum(step[tokens] for step in steps) / total if total else 0.0
+    """Tokens a second, the median over the steps that took any time; 0 without one."""
+    rates = [step[tokens] / step[seconds] for step in steps if step[seconds]]
+    return statistics.median(rates) if rates else 0.0
 
 
 def _median(values: Iterator[float]) -> float:
