@@ -1,10 +1,10 @@
 """TrainerClient: the engine's side of the trainer process.
 
 Commands are queued here and sent one at a time, so that a deleted adapter's queued commands are never run. An adapter's
-calls keep the order in which they were made. When the turn comes to a forward_backward that is small enough to gain by
-it, those of other adapters that are waiting too join it in one pass; nothing ever waits for others to come. When the
-process dies, every pending and later call raises TrainerDied and `died` is set: the owner ends the epoch; nothing is
-restarted here.
+calls keep the order in which they were made; those that are no pass through the model go before the passes of others.
+When the turn comes to a forward_backward that is small enough to gain by it, those of other adapters that are waiting
+too join it in one pass; nothing ever waits for others to come. When the process dies, every pending and later call
+raises TrainerDied and `died` is set: the owner ends the epoch; nothing is restarted here.
 
 A caller that is cancelled while its command runs does not undo it: a forward_backward still adds its gradient. Such a
 caller must load or delete its adapter before it trains on.
@@ -38,12 +38,14 @@ CLOSE_SECONDS = 10.0
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """`tokens`: of a forward_backward, about as many positions as it computes; 0 for every other command."""
+    """`tokens`: of a forward_backward, about as many positions as it computes; 0 for every other command. `quick`: no
+    pass through the model."""
 
     adapter: str | None
     body: bytes
     future: asyncio.Future[bytes]
     tokens: int = 0
+    quick: bool = False
 
 
 class TrainerClient:
@@ -192,7 +194,8 @@ class TrainerClient:
         body = msgspec.msgpack.encode(command)
         if len(body) > protocol.MAX_FRAME_BYTES // 2:
             raise UserError(f"the batch takes {len(body)} bytes, too many for one call; split it", field="rows")
-        call = _Call(adapter, body, asyncio.get_running_loop().create_future(), tokens)
+        quick = not isinstance(command, protocol.ForwardBackward | protocol.Forward)
+        call = _Call(adapter, body, asyncio.get_running_loop().create_future(), tokens, quick)
         self._queue.append(call)
         self._wake.set()
         return msgspec.msgpack.decode(await call.future, type=answer)
@@ -208,6 +211,7 @@ class TrainerClient:
                         with self.busy:
                             await self._exchange(self._current)
                         self._current = []
+                        await asyncio.sleep(0)  # whoever was answered asks for its next thing first
                 self._wake.clear()
                 waiting = asyncio.create_task(self._wake.wait())
                 await asyncio.wait((waiting, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -223,7 +227,8 @@ class TrainerClient:
         """Takes the next call off the queue, and those that join it: of other adapters, each its adapter's first that
         waits, together no more than a micro-batch holds."""
         waiting = [call for call in self._queue if not call.future.done()]
-        taken, tokens, passed = waiting[:1], waiting[0].tokens if waiting else 0, set[str | None]()
+        taken, passed = _next(waiting), set[str | None]()
+        tokens = taken[0].tokens if taken else 0
         if tokens:
             for call in waiting:
                 fits = tokens + call.tokens <= self._tokens_per_microbatch and len(taken) < self.info.slots
@@ -266,6 +271,18 @@ class TrainerClient:
         self._writer.close()
         if not self._closing:
             self.died.set()
+
+
+def _next(waiting: list[_Call]) -> list[_Call]:
+    """The call whose turn it is, none if none waits: the first quick one with no other of its adapter before it, else
+    the oldest. An optimizer step, or an export, that waited for the passes of others would hold up its whole experiment
+    and drive all of them into lock-step."""
+    passed = set[str | None]()
+    for call in waiting:
+        if call.quick and call.adapter not in passed:
+            return [call]
+        passed.add(call.adapter)
+    return waiting[:1]
 
 
 def _environment(device: str, threads: int) -> dict[str, str]:

@@ -94,6 +94,29 @@ def long_batch(prompts: int = 20) -> list[Row]:
 LONG = Loss(name="PPO", denominator=1000.0)
 
 
+async def test_a_step_is_not_held_up_between_its_pass_and_its_end(client: TrainerClient, tmp_path: Path) -> None:
+    """What takes no time goes before the passes of others; an adapter's own calls keep their order."""
+    for name in ("a", "b"):
+        await client.create(name, LoraConfig(rank=8, alpha=16))
+    ended: list[str] = []
+
+    async def step(name: str) -> None:
+        await client.forward_backward(name, long_batch(1), LONG)
+        ended.append(f"{name} pass")
+        await client.optim_step(name, ADAM)
+        ended.append(f"{name} step")
+        await client.export(name, tmp_path / name)
+        ended.append(f"{name} export")
+
+    async def queued_behind() -> None:
+        both = (client.forward_backward("b", long_batch(1), LONG), client.optim_step("b", ADAM))
+        await asyncio.gather(*both)
+        ended.append("b")
+
+    await asyncio.gather(step("a"), queued_behind())
+    assert ended == ["a pass", "a step", "a export", "b"]
+
+
 async def until_running(client: TrainerClient) -> None:
     """Returns once a command is with the process."""
     async with asyncio.timeout(10):
