@@ -73,6 +73,7 @@ class Subject:
     rank: int
     cases: tuple[tuple[int, int], ...]
     tokens_per_microbatch: int = TOKENS_PER_MICROBATCH
+    most_products: int = 512  # tokens for which plain products are measured: beyond, they take as long for each
 
     def load(self) -> Any:
         if self.path is not None:
@@ -117,7 +118,7 @@ def _subjects(*, quick: bool) -> list[Subject]:
     if torch.cuda.is_available():
         large = tuple((n, t) for t in (256, 1024, 4096) for n in (1, 2, 4, 8))
         name = "Qwen3-4B shapes bfloat16"
-        subjects.append(Subject(name, None, torch.bfloat16, torch.device("cuda"), 32, large, 32768))
+        subjects.append(Subject(name, None, torch.bfloat16, torch.device("cuda"), 32, large, 32768, 16384))
     return subjects
 
 
@@ -140,10 +141,14 @@ def _subject(subject: Subject, rounds: int, *, quick: bool) -> list[dict[str, An
             speeds = " ".join(f"{name} {n * t / times[-1]:.0f}" for name, times in case.items())
             print(f"{subject.name} round {round_ + 1} N={n} t={t}: {speeds} tok/s", file=sys.stderr, flush=True)
     shapes = [(m.in_features, m.out_features) for m in fused.trainer.store.state("tenant-0").layout.modules]
-    records = [
-        _record(subject, n, t, case, products_seconds(shapes, n * t, subject.dtype, subject.device))
-        for (n, t), case in taken.items()
-    ]
+    products = {
+        tokens: products_seconds(shapes, tokens, subject.dtype, subject.device)
+        for tokens in {min(n * t, subject.most_products) for n, t in subject.cases}
+    }
+    records = []
+    for (n, t), case in taken.items():
+        tokens = min(n * t, subject.most_products)
+        records.append(_record(subject, n, t, case, products[tokens] * n * t / tokens))
     records.append(_swap(subject, swap, taken, repeats=4 if quick else 20))
     choice = choose(swap.trainer, TENANTS)
     return [*records, *_auto(subject, choice, taken)]
