@@ -15,6 +15,8 @@ from tests.unit.engine import full_disk
 from tests.unit.engine.durable_run import POINTS, live
 from tests.unit.engine.loop import UID
 
+pytestmark = pytest.mark.slow
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.unit.engine.durable_run", "tests.unit.engine.full_disk"])
 

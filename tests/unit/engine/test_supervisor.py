@@ -10,7 +10,9 @@ from typing import Any, cast
 import pytest
 
 from clora_api.control import DesiredExperiment, Phase
+from clora_engine.best import Best
 from clora_engine.errors import CapacityError, UserError
+from clora_engine.journal import Journal
 from clora_engine.supervisor import Supervisor
 from clora_engine.types import AdapterInfo, LoraConfig
 from tests.unit.engine.loop import Life, LocalTrainer, desired
@@ -75,3 +77,16 @@ async def test_a_running_experiment_keeps_its_slot_when_it_asks_for_too_much(sta
     assert caught.value.field == "algorithm.maxOffPolicySteps"
     assert await stage.put("a", 0) is Phase.PREPARING
     assert await stage.put("b", 2) is Phase.PREPARING
+
+
+async def test_the_list_of_checkpoints_marks_the_best(stage: Stage, tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "listed", 1)
+    journal.claim("n", "e")
+    for step in range(3):
+        journal.step_folder(step)
+        journal.commit(step, 0, 0.0, Best(step=min(step, 1), metric="evalAccuracy", value=0.5))
+    assert [(item.step, item.best) for item in stage.supervisor.checkpoints("listed").items] == [
+        (0, False),
+        (1, True),
+        (2, False),
+    ]
