@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -116,9 +116,11 @@ def rl_spec(
     } | changes
 
 
-def run(process: EngineProcess, jobs: Sequence[Job], at_once: int) -> list[Ended]:
-    """Runs the jobs, so many at a time, in order; each is taken off, with its files, when it has succeeded. Jobs of
-    these names that a killed run has left on the storage go on from their commits: see `forget`.
+def run(
+    process: EngineProcess, jobs: Sequence[Job], at_once: int, on_end: Callable[[Ended], None] = lambda _: None
+) -> list[Ended]:
+    """Runs the jobs, so many at a time, in order; each is told to `on_end` and then taken off, with its files, when it
+    has succeeded. Jobs of these names that a killed run has left on the storage go on from their commits: see `forget`.
 
     Raises RuntimeError when one fails.
     """
@@ -138,6 +140,7 @@ def run(process: EngineProcess, jobs: Sequence[Job], at_once: int) -> list[Ended
                 now = time.monotonic() - start
                 _expect_success(report)
                 ended.append(Ended(report.uid, attached.pop(report.uid), now, process.metrics(report.uid)))
+                on_end(ended[-1])
                 process.delete(report.uid, files="Delete")
         fill()
         if not attached:

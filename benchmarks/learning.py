@@ -4,8 +4,9 @@
     python -m benchmarks.learning render docs/benchmarks/learning.json > docs/benchmarks/learning.md
 
 Four families of word problems with three seeds each, twelve experiments, are run N at a time for N = 1, 2, 4 and 8 on
-one engine with SmolLM2; every one starts from the same supervised warm-up, on other problems. Each N is a part; parts
-that are finished in FOLDER are not run again. Only rewards are reported: speeds are bench-throughput's.
+one engine with SmolLM2; every one starts from the same supervised warm-up, on other problems. Each N is a part.
+Experiments that are finished in FOLDER are not run again, those that were running go on from their commits. Only
+rewards are reported: speeds are those of `make bench`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.engine_runs import FAMILIES, LEARNING_RATE, LORA, Job, Parts, engine, rl_spec, run, warm_up
+from benchmarks.engine_runs import FAMILIES, LEARNING_RATE, LORA, Ended, Job, Parts, engine, rl_spec, run, warm_up
 from benchmarks.learning_report import headlines, record, render, write_plot
 from benchmarks.tool_server import ToolServer
 
@@ -78,13 +79,23 @@ def jobs(part: Part, server: ToolServer | None) -> list[Job]:
     return made
 
 
-def measure(part: Part, work: Path) -> dict[str, Any]:
+def measure(part: Part, work: Path, parts: Parts) -> None:
+    """Runs those of a part's experiments that are not there yet, and writes each when it has ended."""
     with ExitStack() as stack:
         server = stack.enter_context(ToolServer()) if part.rewards else None
+        todo = [job for job in jobs(part, server) if parts.read(job.name) is None]
+        if not todo:
+            return
         process = stack.enter_context(engine(work / "engine", **(server.engine_flags() if server else {})))
         warm_up(process)
-        ended = run(process, jobs(part, server), part.at_once)
-    return {"commit": report.commit(), "jobs": [job.to_dict() for job in ended]}
+
+        def keep(job: Ended) -> None:
+            parts.write(job.name, {"commit": report.commit(), "job": job.to_dict()})
+            print(
+                job.name, [round(line.get("reward_mean", 0.0), 2) for line in job.metrics], file=sys.stderr, flush=True
+            )
+
+        run(process, todo, part.at_once, keep)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -95,23 +106,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     parts, wanted = Parts(args.work / "parts"), args.parts.split(",") if args.parts else []
     for part in parts_to_run():
-        if (not wanted or part.name in wanted) and parts.read(part.name) is None:
-            measured = measure(part, args.work)
-            parts.write(part.name, measured)
-            ends = [round(job["metrics"][-1]["reward_mean"], 2) for job in measured["jobs"]]
-            print(part.name, ends, file=sys.stderr, flush=True)
+        if not wanted or part.name in wanted:
+            measure(part, args.work, parts)
     if args.out:
         publish(parts, args.out)
 
 
 def publish(parts: Parts, out: Path) -> None:
-    """Writes the results of all parts that are there."""
+    """Writes the results of all parts that are complete."""
     records, commits = [], set()
     for part in parts_to_run():
-        measured = parts.read(part.name)
-        if measured is not None:
-            records += [record(part.name, part.at_once, job) for job in measured["jobs"]]
-            commits.add(measured["commit"])
+        found = [kept for job in jobs(part, None) if (kept := parts.read(job.name)) is not None]
+        if len(found) == len(part.seeds) * len(FAMILIES):
+            records += [record(part.name, part.at_once, kept["job"]) for kept in found]
+            commits |= {kept["commit"] for kept in found}
     settings = {
         "rank": LORA["rank"],
         "steps": STEPS,
