@@ -19,13 +19,10 @@ Only JSON and safetensors are read; nothing is unpickled.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,11 +32,9 @@ from typing import Any
 import msgspec
 
 from clora_engine.best import Best
-from clora_engine.errors import CheckpointError, FolderLockedError, StaleEpochError, StorageFullError, UserError
+from clora_engine.errors import CheckpointError, StaleEpochError, UserError
+from clora_engine.journal_files import append, locked, room, sha256, sync, write_atomic
 from clora_engine.types import Group
-
-LOCK_SECONDS = 30.0
-LOCK_POLL_SECONDS = 0.01
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +70,10 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 def next_epoch(storage: Path) -> int:
     """Counts the storage's epoch up by one and returns it: one life of an engine."""
     storage.mkdir(parents=True, exist_ok=True)
-    with _locked(storage / ".epoch.lock"):
+    with locked(storage / ".epoch.lock"):
         path = storage / "epoch"
         epoch = (int(path.read_text()) if path.exists() else 0) + 1
-        _write_atomic(path, str(epoch).encode())
+        write_atomic(path, str(epoch).encode())
     return epoch
 
 
@@ -101,14 +96,14 @@ class Journal:
         belongs to another namespace."""
         (self.folder / "steps").mkdir(parents=True, exist_ok=True)
         (self.folder / "rollouts").mkdir(exist_ok=True)
-        with _locked(self.folder / ".lock"):
+        with locked(self.folder / ".lock"):
             owner = self.owner()
             if owner is not None and owner.epoch > self.epoch:
                 raise StaleEpochError(f"{self.uid} belongs to epoch {owner.epoch}; this engine is epoch {self.epoch}")
             if owner is not None and owner.namespace != namespace:
                 raise UserError(f"{self.uid} belongs to another namespace", field="metadata.uid")
             mine = Owner(epoch=self.epoch, namespace=namespace, name=name)
-            _write_atomic(self.folder / "owner.json", msgspec.json.encode(mine))
+            write_atomic(self.folder / "owner.json", msgspec.json.encode(mine))
 
     def owner(self) -> Owner | None:
         path = self.folder / "owner.json"
@@ -116,7 +111,7 @@ class Journal:
 
     @contextmanager
     def _owned(self) -> Iterator[None]:
-        with _locked(self.folder / ".lock"):
+        with locked(self.folder / ".lock"):
             owner = self.owner()
             if owner is None or owner.epoch != self.epoch:
                 newer = "nobody" if owner is None else f"epoch {owner.epoch}"
@@ -146,7 +141,7 @@ class Journal:
         """Adds one line and syncs it. It counts once a commit covers it. Raises StaleEpochError."""
         line = json.dumps(values, allow_nan=False, sort_keys=False).encode() + b"\n"
         with self._owned():
-            _append(self._metrics, line)
+            append(self._metrics, line)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All lines, one a step."""
@@ -160,11 +155,11 @@ class Journal:
         """
         prepared, folder = self._work_folder(step), self._step_folder(step)
         files = {}
-        with _room():
+        with room():
             for path in sorted(prepared.iterdir()):
-                _sync(path)
-                files[path.name] = _sha256(path)
-            _sync(prepared)
+                sync(path)
+                files[path.name] = sha256(path)
+            sync(prepared)
         with self._owned():
             manifest = Manifest(
                 step=step,
@@ -179,8 +174,8 @@ class Journal:
             data = msgspec.json.encode(manifest)
             shutil.rmtree(folder, ignore_errors=True)  # of a kill between the next two lines; it has no manifest
             prepared.rename(folder)
-            _sync(self.folder / "steps")  # before there is a manifest: it must not turn up under the old name
-            _write_atomic(folder / "manifest.json", data)
+            sync(self.folder / "steps")  # before there is a manifest: it must not turn up under the old name
+            write_atomic(folder / "manifest.json", data)
         return Commit(folder, manifest, hashlib.sha256(data).hexdigest())
 
     def commits(self) -> list[int]:
@@ -209,7 +204,7 @@ class Journal:
             raise CheckpointError(f"steps/{step:05d}/manifest.json of {self.uid} is of experiment {manifest.uid}")
         for name, digest in manifest.files.items():
             path = folder / name
-            if Path(name).name != name or not path.is_file() or path.is_symlink() or _sha256(path) != digest:
+            if Path(name).name != name or not path.is_file() or path.is_symlink() or sha256(path) != digest:
                 raise CheckpointError(f"steps/{step:05d}/{name} of {self.uid} does not match its manifest")
         return Commit(folder, manifest, hashlib.sha256(data).hexdigest())
 
@@ -251,7 +246,7 @@ class Journal:
     def append_group(self, step: int, group: Group) -> None:
         """Logs a finished group of `step` and syncs it. Raises StaleEpochError."""
         with self._owned():
-            _append(self._rollouts(step), msgspec.json.encode(group) + b"\n")
+            append(self._rollouts(step), msgspec.json.encode(group) + b"\n")
 
     def read_groups(self, step: int) -> dict[int, Group]:
         """Finished groups of `step` by index. A torn last line (a kill while it was written) is dropped. Raises
@@ -288,7 +283,7 @@ class Journal:
     def write_json(self, name: str, data: bytes) -> None:
         """Replaces a small file such as result.json."""
         with self._owned():
-            _write_atomic(self.folder / name, data)
+            write_atomic(self.folder / name, data)
 
     def read_json(self, name: str) -> bytes | None:
         path = self.folder / name
@@ -311,74 +306,3 @@ def experiment_folder(storage: Path, uid: str) -> Path:
 def _is_step(folder: Path) -> bool:
     """By its name: not what some epoch prepares."""
     return folder.name.isdecimal()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Raises FolderLockedError when another process holds it for long: a write takes milliseconds, but its process may
-    have been stopped in the middle of one. Raises StorageFullError for what is written under it."""
-    with _room(), path.open("a") as file:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while not _try_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                held = f"{path.parent.name} has been locked for {LOCK_SECONDS:.0f} s"
-                raise FolderLockedError(f"{held}: another engine on this volume hangs; end it")
-            time.sleep(LOCK_POLL_SECONDS)
-        yield
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@contextmanager
-def _room() -> Iterator[None]:
-    """Raises StorageFullError, naming the file, when there is no room for what is written."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            name = Path(error.filename).name if error.filename else "a file"
-            raise StorageFullError(f"no room for {name}: {error.strerror}") from error
-        raise
-
-
-def _append(path: Path, line: bytes) -> None:
-    """All of the line or, when there is no room for it, nothing."""
-    before = path.stat().st_size if path.exists() else 0
-    with path.open("ab", buffering=0) as file:
-        try:
-            written = 0
-            while written < len(line):
-                written += file.write(line[written:])
-            os.fsync(file.fileno())
-        except OSError:
-            file.truncate(before)
-            raise
-
-
-def _write_atomic(path: Path, data: bytes) -> None:
-    beside = path.with_name(path.name + ".new")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

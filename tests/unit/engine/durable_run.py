@@ -34,7 +34,7 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
     "the metrics are written": (Journal, "append_metrics", "after", 3),
     "the step's folder is ready": (Journal, "step_folder", "after", 3),
     "the step is saved": (LocalTrainer, "save", "after", 3),
-    "the manifest is about to be renamed": (journal, "_write_atomic", "manifest", 3),
+    "the manifest is about to be renamed": (journal, "write_atomic", "manifest", 3),
     "the step is committed": (Journal, "commit", "after", 3),
     "a manifest is removed": (shutil, "rmtree", "prune", 1),
     "old steps are removed": (Journal, "prune", "after", 3),

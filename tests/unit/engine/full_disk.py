@@ -18,7 +18,7 @@ CLONE_NEWNS, CLONE_NEWUSER, MS_PRIVATE_REC = 0x00020000, 0x10000000, 0x44000
 MOMENTS: dict[str, tuple[Any, str]] = {
     "a group is logged": (Journal, "append_group"),
     "a step is saved": (LocalTrainer, "save"),
-    "a manifest is written": (journal, "_write_atomic"),
+    "a manifest is written": (journal, "write_atomic"),
 }
 
 

@@ -146,7 +146,7 @@ def test_a_lock_that_a_stopped_process_holds_is_an_error_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = opened(tmp_path)
-    monkeypatch.setattr("clora_engine.journal.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("clora_engine.journal_files.LOCK_SECONDS", 0.05)
     with (journal.folder / ".lock").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(FolderLockedError, match="another engine on this volume hangs"):
@@ -273,12 +273,12 @@ def test_a_kill_between_metrics_and_manifest_leaves_the_step_before(tmp_path: Pa
         from tests.unit.engine.test_journal import make_step, opened
         journal = opened(Path(sys.argv[1]))
         make_step(journal, 0)
-        write = module._write_atomic
+        write = module.write_atomic
         def killed(path, data):
             if path.name == "manifest.json":
                 os.kill(os.getpid(), signal.SIGKILL)
             write(path, data)
-        module._write_atomic = killed
+        module.write_atomic = killed
         make_step(journal, 1)
         """
     )
