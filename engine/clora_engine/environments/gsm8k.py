@@ -16,7 +16,6 @@ from clora_engine.environments.protocol import Example
 from clora_engine.environments.questions import Problem, QuestionFactory, answers_malformed, text_field
 
 _ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
-_FINAL = re.compile(r"####\s*(\S.*?)\s*$")
 
 
 def build(arguments: Mapping[str, str]) -> QuestionFactory:
@@ -40,8 +39,8 @@ def read_row(example: Example) -> Problem:
     """
     question = text_field(example, "question")
     worked = text_field(example, "answer")
-    final = _FINAL.search(worked)
-    answer = parse_number(final.group(1)) if final else None
+    _, found, final = worked.rpartition("####")
+    answer = parse_number(final.strip()) if found else None
     if answer is None:
         raise ValueError("'answer' must end in '#### <number>'")
     return Problem(question, answer, tuple(match.strip() for match in _ANNOTATION.findall(worked)))

@@ -144,3 +144,20 @@ def test_calls_come_back_as_they_were_written(arguments: dict[str, object]) -> N
         if isinstance(tool_format, Hermes) and any(tag in str(arguments) for tag in ("<tool_call>", "</think>")):
             continue
         assert tool_format.parse(tool_format.write(Message("assistant", "", (call,)))).tool_calls == (call,)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("written", "wrong"),
+    [
+        ("<tool_call>" + " " * 200_000, "not closed"),
+        ("<tool_call>" * 20_000, "not closed"),
+        ("<tool_call>" * 20_000 + "</tool_call>", "not closed"),
+        ("<tool_call>" + " " * 200_000 + "</tool_call>", "not JSON"),
+        ("</think>" * 20_000 + "<tool_call>" + "\n{" * 50_000, "not closed"),
+    ],
+)
+def test_the_time_to_parse_grows_with_the_length_alone(written: str, wrong: str) -> None:
+    message = Hermes().parse(written)
+    assert wrong in message.parse_error
+    assert message.content == written

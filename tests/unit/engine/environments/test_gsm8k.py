@@ -62,3 +62,10 @@ def test_unknown_arguments_are_named() -> None:
     with pytest.raises(UserError, match="GSM8K takes malformedCalls") as caught:
         create("GSM8K", {"split": "train"})
     assert caught.value.field == "environment.arguments.split"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("tail", ["####a" + " " * 200_000 + "b\nx", "####" + " " * 200_000 + "x\ny", "####a " * 50_000])
+def test_the_time_to_read_a_row_grows_with_its_length_alone(tail: str) -> None:
+    with pytest.raises(ValueError, match="must end in '#### <number>'"):
+        read_row({"question": "Q?", "answer": tail})
