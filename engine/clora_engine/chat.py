@@ -11,6 +11,7 @@ images, templates with options (a template runs with its defaults), several call
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,14 @@ _PROBE_TOOL = Tool(
     {"type": "object", "properties": {"value": {"type": "string"}}, "required": ["value"]},
 )
 _PROBE_CALL = ToolCall("clora_probe", {"value": "1"})
+
+
+# Tags that models write within their turns; some tokenizers have them as special tokens.
+_WITHIN_TURNS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+
+
+class MessagesError(ValueError):
+    """Messages that this model's template cannot hold. Starts with a reason: `BadMessages: ` or `SpecialToken: `."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +77,12 @@ class Renderer:
         tokenizer: a transformers tokenizer with a chat template; shared, never changed.
         tools: declared to the model in every prompt; without any, a turn is plain text.
 
+    Attributes:
+        longest_token: characters that a token of the vocabulary stands for at most.
+
     Raises:
-        UserError: the tokenizer has no chat template, or one that cannot hold a conversation (field `model`).
+        UserError: the tokenizer has no chat template, or one that cannot hold a conversation (field `model`); a tool's
+        description holds a special token (field `environment`).
     """
 
     def __init__(self, tokenizer: Any, tools: Sequence[Tool] = ()) -> None:
@@ -77,6 +90,11 @@ class Renderer:
             raise _unsupported("the model's tokenizer has no chat template; use an instruction-tuned model")
         self._tokenizer = tokenizer
         self._tools = tuple(tools)
+        added = tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+        self._special = tuple(sorted(special.difference(_WITHIN_TURNS)))
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        self._check_tools()
         self._end_of_turn = self._find_end_of_turn()
         self._end_text: str = tokenizer.convert_ids_to_tokens(self._end_of_turn)
         self._format = self._find_format()
@@ -99,7 +117,8 @@ class Renderer:
         return self._stop_token_ids
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens before the model's first turn."""
+        """The tokens before the model's first turn. Raises MessagesError."""
+        self._check_contents(messages)
         return self._encode(self._render(self._with_instructions(messages)))
 
     def parse(self, ids: Sequence[int]) -> Message:
@@ -109,7 +128,8 @@ class Renderer:
         return self._format.parse(text)
 
     def observation(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens between the end of the model's turn and the start of its next."""
+        """The tokens between the end of the model's turn and the start of its next. Raises MessagesError."""
+        self._check_contents(messages)
         return self._encode(self._observation_text(messages))
 
     def demonstration(self, messages: Sequence[Message]) -> Demonstration:
@@ -117,6 +137,7 @@ class Renderer:
 
         Raises:
             ValueError: the assistant does not speak last, speaks first, or writes what the tool format cannot hold.
+            MessagesError: the template refuses it, or a special token is in it.
         """
         if not messages or messages[-1].role != "assistant" or messages[0].role == "assistant":
             raise ValueError("a demonstration starts with another's message and ends with the assistant's")
@@ -131,9 +152,18 @@ class Renderer:
             if ids:
                 between = self.observation(others)
                 ids, mask, others = ids + between, mask + [0] * len(between), []
-            turn = [*self._encode(self._format.write(message)), self._end_of_turn]
+            written = self._format.write(message)
+            self.check_text(written)
+            turn = [*self._encode(written), self._end_of_turn]
             ids, mask = ids + turn, mask + [1] * len(turn)
         return Demonstration(self.prompt(messages[:first]), ids, mask)
+
+    def check_text(self, text: str) -> None:
+        """Raises MessagesError for text that holds one of the tokenizer's special tokens: encoded, it would end the
+        turn, or begin another's."""
+        found = next((token for token in self._special if token in text), None)
+        if found is not None:
+            raise MessagesError(f"SpecialToken: {found} is a special token of the model: leave it out of the text")
 
     def check_appends(self) -> None:
         """Checks that the template's rendering of a longer conversation extends that of a shorter one.
@@ -149,8 +179,11 @@ class Renderer:
         thinks = "</think>" in str(self._tokenizer.chat_template)
         turn = self._probe_turn(_PROBE_THOUGHT if thinks else "")
         result = [Message("tool", _PROBE_RESULT, name=_PROBE_TOOL.name) if self._tools else _PROBE_ANSWER]
-        before = self._render(self._with_instructions(question))
-        after = self._render(self._with_instructions([*question, turn, *result]))
+        try:
+            before = self._render(self._with_instructions(question))
+            after = self._render(self._with_instructions([*question, turn, *result]))
+        except MessagesError as error:
+            raise _unsupported(str(error)) from None
         problem = ""
         if not after.startswith(before):
             problem = "changes what came before the model's turn once the conversation goes on"
@@ -169,7 +202,10 @@ class Renderer:
     # ------------------------------------------------------------------------------------------ the template, asked
 
     def _find_end_of_turn(self) -> int:
-        text = self._apply([_user(_PROBE_QUESTION), {"role": "assistant", "content": _PROBE_TURN}])
+        try:
+            text = self._apply([_user(_PROBE_QUESTION), {"role": "assistant", "content": _PROBE_TURN}])
+        except MessagesError as error:
+            raise _unsupported(str(error)) from None
         _, found, rest = text.partition(_PROBE_TURN)
         special = set(self._tokenizer.added_tokens_decoder) | set(self._tokenizer.all_special_ids)
         end = next((token for token in self._encode(rest) if token in special), None)
@@ -191,7 +227,7 @@ class Renderer:
             before = self._apply([_user(_PROBE_QUESTION)], tools=probe, generate=True)
             call = _message_dict(Message("assistant", "", (_PROBE_CALL,)), "assistant")
             after = self._apply([_user(_PROBE_QUESTION), call], tools=probe)
-        except UserError:
+        except MessagesError:
             return Text(self._tools)
         if _PROBE_TOOL.name in before and after.startswith(before):
             turn = after.removeprefix(before).partition(self._end_text)[0]
@@ -204,7 +240,7 @@ class Renderer:
         """Whether the template renders the content of every message."""
         try:
             text = self._apply([_message_dict(message, message.role) for message in messages])
-        except UserError:
+        except MessagesError:
             return False
         return all(message.content in text for message in messages)
 
@@ -251,9 +287,20 @@ class Renderer:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=generate, tokenize=False, date_string=_DATE
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise _unsupported(f"the chat template refuses the conversation: {error}") from error
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise MessagesError(f"BadMessages: the chat template refuses the conversation: {error}") from error
         return text
+
+    def _check_contents(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.check_text(message.content)
+            self.check_text(message.name)
+
+    def _check_tools(self) -> None:
+        try:
+            self.check_text(json.dumps([_tool_dict(tool) for tool in self._tools], ensure_ascii=False))
+        except MessagesError as error:
+            raise UserError(f"a tool of the environment: {error}", field="environment") from None
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

@@ -5,9 +5,10 @@ histories are still the same are sampled by one request for as many samples as t
 different things go on without each other. That changes no distribution: the samples of a request are independent.
 Tokens are only ever appended; nothing is re-tokenized.
 
-What goes wrong, and whom it strikes: an environment's failure or time-out, a prompt that does not fit: that trajectory
-(`Trajectory.error`). The sampler's TransientError: the group is drawn again, a bounded number of times. A UserError, or
-a bug: the whole call. Left out: what to do with the groups (journal.py, advantages.py), who samples when (the gate).
+What goes wrong, and whom it strikes: an environment's failure or time-out, a prompt that does not fit, messages that
+the model's chat template refuses: that trajectory (`Trajectory.error`). The sampler's TransientError: the group is
+drawn again, a bounded number of times. A UserError, or a bug: the whole call. Left out: what to do with the groups
+(journal.py, advantages.py), who samples when (the gate).
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from clora_engine.chat import Renderer
-from clora_engine.environments.protocol import EnvironmentFactory, Example
+from clora_engine.chat import MessagesError, Renderer
+from clora_engine.closing import begin_closing
+from clora_engine.environments.protocol import EnvironmentFactory, Example, Message
 from clora_engine.episode import Episode
 from clora_engine.errors import TransientError, UserError
+from clora_engine.rendering import Rendering, TooLongError
 from clora_engine.rollout_metrics import evaluation_metrics
 from clora_engine.types import Group, Sample, SamplingParams, Version
 
@@ -103,6 +106,7 @@ class Rollouts(Generic[L]):
     ) -> None:
         self._sampler = sampler
         self._renderer = renderer
+        self._rendering = Rendering(renderer, config.max_context)
         self._factory = factory
         self._config = config
         # A group is admitted whole. One that is larger than the limit is played in parts, one after another.
@@ -202,10 +206,15 @@ class Rollouts(Generic[L]):
         """Plays an episode of each example to its end."""
         episodes = [Episode(self._factory.new()) for _ in examples]
         try:
-            await _all([self._reset(*pair) for pair in zip(episodes, examples, strict=True)])
+            await self._reset(episodes, examples)
             await self._advance(lease, episodes, temperature)
         finally:
-            await asyncio.gather(*(self._close(episode) for episode in episodes))
+            closing = begin_closing(
+                (episode.environment for episode in episodes),
+                experiment=self._config.experiment,
+                seconds=self._config.environment_timeout_seconds,
+            )
+        await asyncio.wait(closing)  # they are still among the episodes at once; not reached after a failure
         return episodes
 
     async def _advance(self, lease: L, episodes: Sequence[Episode], temperature: float) -> None:
@@ -233,15 +242,27 @@ class Rollouts(Generic[L]):
 
         await _all([respond(branch) for branch in alike.values()])
 
-    async def _reset(self, episode: Episode, example: Example) -> None:
-        messages = await self._ask(episode, episode.environment.reset(example))
-        if messages is None:
-            return
-        episode.prompt = self._renderer.prompt(messages)
-        if len(episode.prompt) >= self._config.max_context:
-            episode.fail(
-                f"PromptTooLong: {len(episode.prompt)} tokens, and the context holds {self._config.max_context}"
-            )
+    async def _reset(self, episodes: Sequence[Episode], examples: Sequence[Example]) -> None:
+        """Begins all episodes. First messages that are the same as the neighbour's become tokens once."""
+        pairs = zip(episodes, examples, strict=True)
+        asked = await _all([self._ask(episode, episode.environment.reset(example)) for episode, example in pairs])
+        latest: Sequence[Message] | None = None
+        prompt: list[int] | MessagesError = []
+        for episode, messages in zip(episodes, asked, strict=True):
+            if messages is None:
+                continue
+            if latest is None or list(messages) != list(latest):
+                latest, prompt = messages, await self._prompt(messages)
+            if isinstance(prompt, MessagesError):
+                episode.fail(str(prompt))
+            else:
+                episode.prompt = prompt
+
+    async def _prompt(self, messages: Sequence[Message]) -> list[int] | MessagesError:
+        try:
+            return await self._rendering.prompt(messages)
+        except MessagesError as error:
+            return error
 
     async def _respond(self, episode: Episode, sample: Sample) -> None:
         """Adds the model's turn and the environment's answer to it."""
@@ -259,10 +280,12 @@ class Rollouts(Generic[L]):
         if result.done or episode.turns >= self._config.max_turns or not episode.open:
             episode.open = False
             return
-        observation = self._renderer.observation(result.messages)
-        if len(episode.history) + len(observation) >= self._config.max_context:
-            return episode.truncate()
-        episode.add_observation(observation)
+        try:
+            episode.add_observation(await self._rendering.observation(result.messages, len(episode.history)))
+        except TooLongError:
+            episode.truncate()
+        except MessagesError as error:
+            episode.fail(str(error))
 
     async def _ask(self, episode: Episode, answer: Awaitable[T]) -> T | None:
         """The environment's answer; None if it failed, which ends this episode alone."""
@@ -286,13 +309,6 @@ class Rollouts(Generic[L]):
             if self._asking == 0:
                 self.environment_seconds += time.monotonic() - self._asked_since
         return None
-
-    async def _close(self, episode: Episode) -> None:
-        try:
-            async with asyncio.timeout(self._config.environment_timeout_seconds):
-                await episode.environment.close()
-        except Exception:  # the episode is over, and its result stands
-            logger.warning("experiment %s: environment did not close", self._config.experiment, exc_info=True)
 
 
 async def _all(jobs: Sequence[Awaitable[T]]) -> list[T]:

@@ -31,6 +31,8 @@ from clora_engine.training import Services
 
 log = logging.getLogger(__name__)
 
+CANCEL_SECONDS = 10.0  # for what was cancelled to end
+
 
 class UnknownExperimentError(KeyError):
     """The engine has no experiment of that uid."""
@@ -262,4 +264,6 @@ class Supervisor:
         for task in pending:
             task.cancel()
         if pending:
-            await asyncio.wait(pending)
+            _, left = await asyncio.wait(pending, timeout=CANCEL_SECONDS)
+            for task in left:
+                log.warning("%s does not end: left behind", task.get_name())

@@ -226,9 +226,9 @@ class Training:
         for place in places:
             try:
                 messages = demonstration(plan.data.train.example(place), plan.factory)
+                shown.append(plan.renderer.demonstration(messages))
             except ValueError as error:
                 raise UserError(f"example {place} has no demonstration: {error}", field="data") from None
-            shown.append(plan.renderer.demonstration(messages))
         limit = min(self._services.config.max_model_len, self._services.config.tokens_per_microbatch)
         if any(len(d.prompt) + len(d.ids) > limit for d in shown):
             raise UserError(f"a demonstration is longer than {limit} tokens: shorten it or leave it out", field="data")

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.resolver import ThreadedResolver
 from pydantic import BaseModel, ValidationError
 
 from clora_engine.environments.http_addresses import HostPolicy
+from clora_engine.environments.http_names import SystemResolver
 
 MAX_ANSWER_BYTES = 1 << 20
+MAX_TOLD = 200  # characters of an error; keys of an answer, which may be long, stand in it
 CONNECT_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 0.25  # before the first retry; doubled for each further one
 
@@ -121,7 +122,7 @@ class EnvironmentClient:
         """The session is made where it is used: it belongs to an event loop."""
         if self._session is None:
             connector = aiohttp.TCPConnector(
-                resolver=_CheckedResolver(self._policy, self._resolver or ThreadedResolver()),
+                resolver=_CheckedResolver(self._policy, self._resolver or SystemResolver()),
                 use_dns_cache=False,
                 socket_factory=_checked_sockets(self._policy),
                 limit=1,
@@ -146,7 +147,7 @@ def _check_status(what: str, status: int) -> None:
 
 
 async def _read(what: str, response: aiohttp.ClientResponse) -> bytes:
-    if response.headers.get("Content-Encoding", "identity") != "identity":
+    if response.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
         raise BadAnswer(f"{what}: a compressed answer, which was not asked for")
     found = bytearray()
     async for chunk in response.content.iter_chunked(1 << 16):
@@ -162,7 +163,8 @@ def _parse(model: type[M], data: bytes) -> M:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise BadAnswer(f"{where}: {first['msg']}" if where else first["msg"]) from None
+        told = f"{where[:MAX_TOLD]}: {first['msg']}" if where else first["msg"]
+        raise BadAnswer(told[:MAX_TOLD]) from None
 
 
 class _CheckedResolver(AbstractResolver):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ from clora_engine.environments.word_problems import WordProblems, read_row
 from clora_engine.errors import SamplerRestarted, UserError
 from clora_engine.rollout import Prompt, RolloutConfig, Rollouts
 from clora_engine.types import Group, Sample, SamplingParams, Version
-from tests.unit.engine.chat_fixtures import CHATML, tiny_tokenizer
+from tests.unit.engine.chat_fixtures import ALTERNATING, CHATML, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(CHATML)
 FACTORY = create("WordProblems", {"families": "errands"})
@@ -331,6 +333,117 @@ async def test_a_users_error_ends_the_step() -> None:
         await played.step([prompt(0), prompt(1), prompt(2)])
     assert sampler.held == 0
     assert factory.closed == factory.opened > 0
+
+
+class Saying(QuestionEnvironment):
+    """Begins with `first`, and answers every turn with `then`."""
+
+    def __init__(self, first: Sequence[Message], then: Sequence[Message] = ()) -> None:
+        super().__init__(read_row)
+        self.first, self.then = first, tuple(then)
+
+    async def reset(self, example: Example) -> Sequence[Message]:
+        await super().reset(example)
+        return self.first
+
+    async def step(self, message: Message) -> StepResult:
+        return StepResult(self.then, 0.5)
+
+
+USER = Message("user", "How many?")
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "error"),
+    [
+        ([USER, USER], [], "BadMessages: the chat template refuses the conversation: roles must alternate"),
+        ([USER], [USER, USER], "BadMessages: the chat template refuses the conversation: roles must alternate"),
+        ([Message("user", "<end_of_turn>\nme")], [], "SpecialToken: <end_of_turn> is a special token of the model"),
+        ([USER], [Message("user", f"a{END}b")], f"SpecialToken: {END} is a special token of the model"),
+        ([USER], [Message("tool", "a", name="<|eot_id|>")], "SpecialToken: <|eot_id|> is a special token"),
+    ],
+)
+async def test_messages_that_the_template_refuses_fail_their_episode_alone(
+    first: Sequence[Message], then: Sequence[Message], error: str
+) -> None:
+    made = itertools.count()
+    factory = Factory(lambda: QuestionEnvironment(read_row) if next(made) % 2 else Saying(first, then))
+    renderer = Renderer(tiny_tokenizer(ALTERNATING), FACTORY.tools)
+    played = Rollouts(Scripted(lambda request: [ANSWER + END] * request.n), renderer, factory, CONFIG)
+    (group,) = await played.step([prompt(0)])
+    assert [t.error.startswith(error) for t in group.trajectories] == [True, False] * 2
+    assert [t.reward for t in group.trajectories] == [0.0, 1.0] * 2
+    assert factory.closed == 4
+
+
+class CountingTokenizer:
+    """Counts how often, how much, and on which thread the tokenizer is asked to encode."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.encoded: list[tuple[int, bool]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.encoded.append((len(text), threading.current_thread() is threading.main_thread()))
+        return self._inner.encode(text, **options)
+
+
+@pytest.mark.parametrize(
+    ("characters", "max_context", "encoded"),
+    [(100, 1 << 20, [True]), (100_000, 1 << 20, [False]), (100_000, 100, [])],
+    ids=["short", "long", "hopeless"],
+)
+async def test_long_messages_are_encoded_once_and_beside_the_event_loop(
+    characters: int, max_context: int, encoded: list[bool]
+) -> None:
+    tokenizer = CountingTokenizer(TOKENIZER)
+    renderer = Renderer(tokenizer, FACTORY.tools)
+    tokenizer.encoded.clear()
+    factory = Factory(lambda: Saying([Message("user", "a b " * (characters // 4))]))
+    sampler = Scripted(lambda request: ["So" for _ in range(request.n)])  # cut off: the episode ends
+    played = Rollouts(sampler, renderer, factory, replace(CONFIG, max_context=max_context))
+    (group,) = await played.step([prompt(0)])
+    assert [on_loop for length, on_loop in tokenizer.encoded if length >= characters] == encoded
+    assert {t.error.partition(":")[0] for t in group.trajectories} == {"" if encoded else "PromptTooLong"}
+
+
+async def test_an_observation_that_cannot_fit_ends_the_episode_unread() -> None:
+    tokenizer = CountingTokenizer(TOKENIZER)
+    renderer = Renderer(tokenizer, FACTORY.tools)
+    factory = Factory(lambda: Saying([USER], [Message("tool", "x" * 1_000_000)]))
+    played = Rollouts(Scripted(lambda request: [ANSWER + END] * request.n), renderer, factory, CONFIG)
+    (group,) = await played.step([prompt(0)])
+    assert {(t.truncated, t.reward, t.error) for t in group.trajectories} == {(True, 0.5, "")}
+    assert max(length for length, _ in tokenizer.encoded) < 1000
+
+
+async def test_who_is_cancelled_waits_for_no_environment_to_close() -> None:
+    asked, closing, never = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Stuck(QuestionEnvironment):
+        async def step(self, message: Message) -> StepResult:
+            asked.set()
+            await never.wait()
+            raise AssertionError
+
+        async def close(self) -> None:
+            closing.set()
+            await never.wait()
+
+    factory = Factory(lambda: Stuck(read_row))
+    config = replace(CONFIG, environment_timeout_seconds=3600.0)
+    played, sampler = rollouts(lambda request: [ANSWER + END] * request.n, config, factory)
+    step = asyncio.create_task(played.step([prompt(0)]))
+    await asyncio.wait_for(asked.wait(), 60)
+    step.cancel()
+    await asyncio.wait([step])  # never ends if it waits for `never`
+    assert step.cancelled()
+    assert sampler.held == 0
+    await asyncio.wait_for(closing.wait(), 60)
+    never.set()
 
 
 # --------------------------------------------------------------------------------------------- the sampler's failures
