@@ -32,6 +32,7 @@ from pydantic import ConfigDict, Field
 from clora_api.v1alpha1.base import ApiModel
 from clora_api.v1alpha1.experiment import ExperimentSpec
 
+MIN_TOKEN_LENGTH, MAX_TOKEN_LENGTH = 16, 512
 PROBLEM_BASE = "https://clora.dev/problems/"
 
 
@@ -44,6 +45,7 @@ class WireModel(ApiModel):
 class RunMode(StrEnum):
     RUN = "Run"
     SUSPEND = "Suspend"  # finish the step, commit, give up the slot
+    SERVE = "Serve"  # it has ended: train no more, hold a slot and serve the last commit, as long as there is a token
 
 
 class Phase(StrEnum):
@@ -81,12 +83,15 @@ class DesiredExperiment(WireModel):
     committed_step: int | None = None  # a commit that the operator knows of: without it nothing may start
     init_source: InitSource | None = None
     data_text: str | None = Field(None, max_length=1_048_576)  # contents of data.configMap
+    # who sends it reaches this experiment's adapter on the tenants' port; unset: nobody does. Known to be told by
+    # whoever told it: it is in no report, no digest and no log
+    serving_token: str | None = Field(None, min_length=MIN_TOKEN_LENGTH, max_length=MAX_TOKEN_LENGTH, repr=False)
 
 
 def spec_digest(desired: DesiredExperiment) -> str:
     """Digest of what an experiment is to do, without what changes with its course: `mode`, `attempt`, `generation`,
-    `committed_step`."""
-    course = {"mode", "attempt", "generation", "committed_step"}
+    `committed_step`, and without who may ask it (`serving_token`)."""
+    course = {"mode", "attempt", "generation", "committed_step", "serving_token"}
     body = desired.model_dump(mode="json", by_alias=True, exclude=course, exclude_none=True)
     body["spec"].pop("suspend", None)
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -120,6 +125,13 @@ class ReportedBest(WireModel):
     value: float
 
 
+class ReportedServing(WireModel):
+    """Of an experiment with a serving token. version: what tenants' requests get, empty: nothing; problem: why."""
+
+    version: str = ""
+    problem: str = ""
+
+
 class ExperimentReport(WireModel):
     """What the engine says of one experiment. `revision` grows with every change."""
 
@@ -142,6 +154,13 @@ class ExperimentReport(WireModel):
     progress: ReportedProgress = ReportedProgress()
     checkpoint: ReportedCheckpoint | None = None
     best: ReportedBest | None = None
+    serving: ReportedServing | None = None  # unset: nobody may ask it
+    keeps_slot: bool = False  # it has ended, and holds a slot because it is served
+
+    @property
+    def occupying(self) -> bool:
+        """It holds one of maxExperiments."""
+        return self.phase in OCCUPYING or self.keeps_slot
 
 
 class ExperimentList(WireModel):
@@ -163,6 +182,7 @@ class EngineInfo(WireModel):
     data_volumes: list[str] = Field(default_factory=list)
     sampler_generation: int = 0
     versions: list[str] = Field(default_factory=list)  # that the sampler serves now
+    serves: bool = False  # it has a port for tenants
 
 
 class CheckpointList(WireModel):

@@ -34,6 +34,7 @@ class EngineConfig:
     revision: str | None = None
     host: str = "0.0.0.0"  # noqa: S104 - a pod is reached by its own address
     port: int = 8080
+    tenant_port: int | None = None  # where tenants reach their adapters (serving.py); None: nowhere
     max_experiments: int = 8
     max_rank: int = 32
     data_volumes: dict[str, Path] = field(default_factory=dict)  # name -> folder that experiments may read
@@ -70,9 +71,15 @@ class EngineConfig:
         return "bfloat16" if self.sampler_gpus or self.trainer_gpus else "float32"
 
     @property
+    def served_versions(self) -> int:
+        """Versions of one experiment that tenants' requests may hold besides those that its training needs."""
+        return 0 if self.tenant_port is None else 2
+
+    @property
     def sampler_slots(self) -> int:
-        """Versions that the sampler may have to hold at once: the one being sampled and the one being published."""
-        return 2 * self.max_experiments
+        """Versions that the sampler may have to hold at once: of each experiment the one being sampled, the one being
+        published, and those that tenants' requests have begun with."""
+        return (2 + self.served_versions) * self.max_experiments
 
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -126,6 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--token-file", type=Path, required=True, help="file with the control API's bearer token")
     add("--host", default="0.0.0.0", help="address to listen on")  # noqa: S104
     add("--port", type=int, default=8080, help="port of the control API")
+    add("--tenant-port", type=int, default=None, help="port on which tenants reach their adapters (default: none)")
     add("--max-experiments", type=int, default=8, help="experiments attached at once")
     add("--max-rank", type=int, default=32, help="highest LoRA rank")
     add("--data-volume", type=_volume, action="append", default=[], metavar="NAME=PATH", dest="data_volumes")
@@ -188,6 +196,8 @@ def from_arguments(args: argparse.Namespace) -> EngineConfig:
     values["data_volumes"] = dict(args.data_volumes)
     values |= {"environments": tuple(args.environments), "environment_hosts": tuple(args.environment_hosts)}
     config = EngineConfig(**values)
+    if config.tenant_port == config.port:
+        raise ValueError(f"--tenant-port {config.port} is the control API's: give tenants another")
     if config.sampler_gpus and config.tensor_parallel_size * config.data_parallel_size != config.sampler_gpus:
         raise ValueError(
             f"--sampler-gpus {config.sampler_gpus} must equal --tensor-parallel-size {config.tensor_parallel_size}"

@@ -15,8 +15,10 @@ import socket
 from collections.abc import Iterator
 from importlib.metadata import version as distribution_version
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from clora_engine.chat import load_tokenizer
@@ -27,6 +29,7 @@ from clora_engine.sampler import Sampler, SamplerConfig
 from clora_engine.server.app import create_app
 from clora_engine.server.auth import TokenFile
 from clora_engine.server.metrics import EngineCollector
+from clora_engine.server.tenants import create_tenant_app
 from clora_engine.supervisor import Supervisor
 from clora_engine.trainer_client import TrainerClient
 from clora_engine.trainer_memory import host_memory
@@ -36,6 +39,7 @@ log = logging.getLogger(__name__)
 
 EXIT_TRAINER_DIED = 3
 SHUTDOWN_SECONDS = 90.0
+TENANT_CONNECTIONS = 1024
 
 
 async def serve(config: EngineConfig) -> int:
@@ -44,20 +48,31 @@ async def serve(config: EngineConfig) -> int:
     Raises UserError or ValueError for settings that cannot work, EngineError when the sampler does not come up.
     """
     token = TokenFile(config.token_file)
-    listener = _listen(config)
+    listener = _listen(config.host, config.port, "--port")
+    tenants = None if config.tenant_port is None else _listen(config.host, config.tenant_port, "--tenant-port")
     epoch = await asyncio.to_thread(next_epoch, config.storage)
     supervisor = Supervisor(config, epoch, distribution_version("clora"))
     registry = CollectorRegistry()
     registry.register(EngineCollector(supervisor))
     # HTTP comes up before the model, so that a liveness probe is answered while it loads.
     app = create_app(supervisor, token, registry)
-    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    servers = [(_server(app), listener)]
+    if tenants is not None:
+        servers.append((_server(create_tenant_app(supervisor), limit_concurrency=TENANT_CONNECTIONS), tenants))
+    serving = [asyncio.create_task(server.serve(sockets=[socket])) for server, socket in servers]
     try:
         return await _live(config, epoch, supervisor)
     finally:
-        server.should_exit = True
-        await serving
+        for server, _ in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
+
+
+def _server(app: FastAPI, **settings: Any) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=5, **settings
+    )
+    return _Server(config)
 
 
 async def _live(config: EngineConfig, epoch: int, supervisor: Supervisor) -> int:
@@ -103,16 +118,16 @@ async def _load(config: EngineConfig, epoch: int, stack: contextlib.AsyncExitSta
     return Services(config, await starting, sampler, await asyncio.to_thread(load_tokenizer, model))
 
 
-def _listen(config: EngineConfig) -> socket.socket:
+def _listen(host: str, port: int, flag: str) -> socket.socket:
     """Binds first of all, so that a port in use is said at once."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((config.host, config.port))
+        listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise UserError(f"cannot listen on {config.host}:{config.port}: {error.strerror}", field="--port") from None
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}", field=flag) from None
     return listener
 
 

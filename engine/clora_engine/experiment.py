@@ -5,6 +5,9 @@
          \\          \\----> Suspended  (again when mode Run is desired)
           \\-> Failed            any -> Deleting
 
+One that has succeeded and is served keeps its last version on the sampler, and its slot, without the trainer; in a
+later epoch it gets them back from its last commit.
+
 Whatever an experiment's own code, data or adapter does wrong ends this experiment, never the engine. The trainer's
 death alone is the engine's end (see engine.py).
 """
@@ -22,11 +25,13 @@ import msgspec
 from pydantic.alias_generators import to_camel
 
 from clora_api.control import (
+    OCCUPYING,
     DesiredExperiment,
     ExperimentReport,
     Phase,
     ReportedBest,
     ReportedCheckpoint,
+    ReportedServing,
     RunMode,
     spec_digest,
 )
@@ -85,6 +90,10 @@ class Experiment:
         self._activity = ""
         self._loaded = False
         self._stopping = False  # leave the slot at the end of the present step
+        self.keeps_slot = False  # it has ended, and is served
+        self._served_step: int | None = None  # once it has ended: the version's, while it is on the sampler
+        self._serving_problem = ""
+        self.token_taken = False  # its serving token is another experiment's
         self._delete_files = False
 
     # ---------------------------------------------------------------- desired state
@@ -124,18 +133,39 @@ class Experiment:
         before = self.desired
         self.desired = desired
         self.spec_digest = spec_digest(desired)
-        if self._remaining is not None and desired.spec.weight != before.spec.weight:
+        at_the_gate = self._remaining is not None or self.keeps_slot
+        if at_the_gate and desired.spec.weight != before.spec.weight:
             self._services.sampler.register(desired.uid, desired.spec.weight, self._remaining)
+        if not self._wants_serving:
+            self._stop_serving()
         if desired != before:
             self._changed()
 
     def due(self) -> bool:
         """Whether it should be running and is not: `starting` and `run` come next."""
-        if self.desired.mode is RunMode.SUSPEND:
+        if self.desired.mode is not RunMode.RUN:
             return False
         if self.phase is Phase.FAILED:
             return self.desired.attempt > self._attempt_of_failure
         return self.phase in (Phase.PREPARING, Phase.SUSPENDED)
+
+    @property
+    def occupying(self) -> bool:
+        """It holds one of the engine's slots."""
+        return self.phase in OCCUPYING or self.keeps_slot
+
+    @property
+    def _wants_serving(self) -> bool:
+        asked = self._services.config.tenant_port is not None and self.desired.serving_token is not None
+        return asked and self.desired.mode is not RunMode.SUSPEND
+
+    def serving_due(self) -> bool:
+        """Whether it has ended and should be served, and is not: `serving_starts` and `serve` come next."""
+        return self._wants_serving and self.desired.mode is RunMode.SERVE and not self.occupying
+
+    def serving_starts(self) -> None:
+        self.keeps_slot = True
+        self._changed()
 
     def starting(self) -> None:
         self.phase, self._outcome, self._stopping = Phase.PREPARING, _Outcome(), False
@@ -143,6 +173,7 @@ class Experiment:
 
     def stop_for_deletion(self, *, files: bool) -> None:
         self.phase, self._delete_files, self._stopping = Phase.DELETING, files, True
+        self._stop_serving()
         self._changed()
 
     def stop_for_shutdown(self) -> None:
@@ -274,8 +305,10 @@ class Experiment:
                 self._outcome.message = stop_when.reason(plan.spec.stop_when)
             await self._patience.keep(self._write_result)
             if not self._deleting():  # asked for meanwhile
-                self.phase = Phase.SUCCEEDED
-        elif self.desired.mode is RunMode.SUSPEND:
+                # all at once: nobody may take its slot in between
+                self.phase, self.keeps_slot = Phase.SUCCEEDED, self._wants_serving
+                self._served_step = self._progress.published_step
+        elif self.desired.mode is not RunMode.RUN:
             self.phase = Phase.SUSPENDED
 
     def _deleting(self) -> bool:
@@ -287,6 +320,7 @@ class Experiment:
         self._changed()
 
     def _fail(self, error: Exception) -> None:
+        self._stop_serving()
         if self.phase is Phase.DELETING:
             log.warning("%s: %s while it was being deleted", self.desired.uid, error)
             return
@@ -304,13 +338,16 @@ class Experiment:
             log.error("%s failed", self.desired.uid, exc_info=error)
 
     async def _release(self) -> None:
-        """Leaves trainer and sampler; the files stay."""
+        """Leaves the trainer, and the sampler unless it is served; the files stay."""
         self._loaded, self._remaining = False, None
         try:
             await self._training.close()
         except EngineError as error:
             log.debug("%s: %s", self.desired.uid, error)
-        self._services.sampler.drop(self.desired.uid)
+        if self.keeps_slot:
+            self._services.sampler.register(self.desired.uid, self.desired.spec.weight, None)
+        else:
+            self._services.sampler.drop(self.desired.uid)
         try:
             await self._services.trainer.delete(self.desired.uid)
         except EngineError as error:
@@ -320,6 +357,30 @@ class Experiment:
         """It pauses, or goes on when `message` is empty."""
         self._full = message
         self._changed()
+
+    async def serve(self) -> None:
+        """Brings the last commit back to the sampler, for one that has ended. Raises nothing but CancelledError."""
+        uid = self.desired.uid
+        try:
+            commit = await asyncio.to_thread(self._journal.read_commit)
+            if commit is None:
+                raise CheckpointError(f"{uid} has no commits to serve")
+            self._commit = commit
+            self._services.sampler.register(uid, self.desired.spec.weight, None)
+            await self._training.publish_commit(commit)
+            self._served_step, self._serving_problem = commit.manifest.step, ""
+        except Exception as error:
+            if self.keeps_slot:  # else it was told to stop meanwhile
+                log.warning("%s cannot be served: %s", uid, error)
+                self._serving_problem = str(error)[:1024]
+                self._stop_serving()
+        self._changed()
+
+    def _stop_serving(self) -> None:
+        """Of one that has ended; requests under way are finished."""
+        if self.keeps_slot:
+            self.keeps_slot, self._served_step = False, None
+            self._services.sampler.drop(self.desired.uid)
 
     def _set_activity(self, activity: str) -> None:
         self._activity = activity
@@ -351,12 +412,34 @@ class Experiment:
             ),
             checkpoint=reported_checkpoint(commit, self._services.config.storage) if commit else None,
             best=_reported_best(commit),
+            serving=self._report_serving(),
+            keeps_slot=self.keeps_slot,
         )
+
+    def _report_serving(self) -> ReportedServing | None:
+        if self._services.config.tenant_port is None or self.desired.serving_token is None:
+            return None
+        if self.token_taken:
+            problem = "its token is another experiment's: delete its Secret, so that a new one is made"
+            return ReportedServing(problem=problem)
+        step = self._progress.published_step if self._loaded else self._served_step if self.keeps_slot else None
+        version = "" if step is None else f"{self.desired.name}@{step}"
+        return ReportedServing(version=version, problem="" if version else self._serving_problem)
 
     async def _write_result(self) -> None:
         report = self.report(0).model_copy(update={"phase": Phase.SUCCEEDED})
         result = Result(phase=report.phase.value, report=report.to_api())
         await asyncio.to_thread(self._journal.write_json, "result.json", msgspec.json.encode(result))
+
+    def restore_end(self) -> None:
+        """It has ended in an earlier life, as the operator knows, whatever its files say. Raises CheckpointError when
+        this storage has no commit of it to serve."""
+        self.require_commits()
+        owner = self._journal.owner()
+        if owner is None or owner.namespace != self.desired.namespace or not self._journal.commits():
+            raise CheckpointError(f"this engine's storage has no commits of {self.desired.uid} to serve")
+        if not self.restore_result():
+            self.phase, self._commit = Phase.SUCCEEDED, self._journal.read_commit()
 
     def restore_result(self) -> bool:
         """Whether it has succeeded in an earlier life; it is then shown as it ended, and never run again."""

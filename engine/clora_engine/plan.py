@@ -177,9 +177,10 @@ def _check_algorithm(spec: ExperimentSpec, config: EngineConfig) -> None:
             raise UserError(
                 f"algorithm.{name} is for estimators that sample: leave it out for SFT", field=f"algorithm.{name}"
             )
-    if versions_held(spec) > config.sampler_slots:
+    held = versions_held(spec) + config.served_versions
+    if held > config.sampler_slots:
         raise UserError(
-            f"algorithm.maxOffPolicySteps {algorithm.max_off_policy_steps} needs {versions_held(spec)} versions on the"
+            f"algorithm.maxOffPolicySteps {algorithm.max_off_policy_steps} needs {held} versions on the"
             f" sampler, and this engine's holds {config.sampler_slots}",
             field="algorithm.maxOffPolicySteps",
         )

@@ -243,9 +243,9 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------ scheduling
 
-    def register(self, experiment: str, weight: int, remaining_tokens: int) -> None:
+    def register(self, experiment: str, weight: int, remaining_tokens: int | None) -> None:
         """Make an experiment known to the gate until `drop`, or change its weight and the tokens that it has left to
-        sample: at once, also of what waits."""
+        sample (None: whatever is asked for): at once, also of what waits."""
         self._gate.register(experiment, weight, remaining_tokens)
 
     def seconds_waited(self, experiment: str) -> float:

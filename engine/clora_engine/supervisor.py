@@ -1,7 +1,8 @@
 """All experiments of one engine: desired state in, reports out. Decides who holds a slot; knows nothing of HTTP.
 
 An experiment holds one of `max_experiments` slots from its PUT until it has succeeded, failed, been suspended or
-deleted. Reports carry a revision that grows with every change, so that a reader can wait for news.
+deleted; one that is served to tenants goes on holding it after it has succeeded. Reports carry a revision that grows
+with every change, so that a reader can wait for news.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from clora_api.control import (
-    OCCUPYING,
     CheckpointList,
     DesiredExperiment,
     EngineInfo,
@@ -26,7 +27,8 @@ from clora_engine.errors import CapacityError, UserError
 from clora_engine.experiment import Experiment, reported_checkpoint
 from clora_engine.journal import Journal
 from clora_engine.plan import versions_held
-from clora_engine.sampler import SamplerStats
+from clora_engine.sampler import Sampler, SamplerStats
+from clora_engine.serving import ServedAdapters
 from clora_engine.training import Services
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Supervisor:
         self._revision = 0
         self._news = asyncio.Event()
         self._closing = False
+        self.served = ServedAdapters(config.served_versions)
 
     def open(self, services: Services) -> None:
         """The model is loaded: experiments are welcome."""
@@ -65,6 +68,20 @@ class Supervisor:
     def _services(self) -> Services:
         assert self._opened is not None, "asked before it was ready"
         return self._opened
+
+    @property
+    def sampler(self) -> Sampler:
+        return self._services.sampler
+
+    @property
+    def tokenizer(self) -> Any:
+        """Shared, never changed."""
+        return self._services.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and answer together, in tokens."""
+        return self._config.max_model_len
 
     def decode(self, ids: Sequence[int]) -> str:
         """Tokens as text, special ones included."""
@@ -89,7 +106,10 @@ class Supervisor:
         known = self._experiments.get(desired.uid)
         if known is None:
             known = Experiment(desired, self._services, self.epoch, self._changed_by(desired.uid))
-            if not await asyncio.to_thread(known.restore_result):
+            if desired.mode is RunMode.SERVE:
+                await asyncio.to_thread(known.restore_end)
+                self._require_slot(desired)
+            elif not await asyncio.to_thread(known.restore_result):
                 await known.validate()
                 await asyncio.to_thread(known.require_commits)
                 self._require_slot(desired)
@@ -97,7 +117,9 @@ class Supervisor:
             self._changed(desired.uid)
         elif known.phase is not Phase.DELETING:
             await self._update(known, desired)
+        self._let_in(known)
         self._start_if_due(known)
+        self._serve_if_due(known)
         return self.report(desired.uid)
 
     async def _update(self, known: Experiment, desired: DesiredExperiment) -> None:
@@ -106,9 +128,11 @@ class Supervisor:
         wants_slot = desired.mode is RunMode.RUN and (
             known.phase is Phase.SUSPENDED or (known.phase is Phase.FAILED and desired.attempt > known.desired.attempt)
         )
-        if wants_slot:
+        if wants_slot or (desired.mode is RunMode.SERVE and not known.occupying):
             self._require_slot(desired)
-        elif known.phase in OCCUPYING and versions_held(desired.spec) > versions_held(known.desired.spec):
+        elif (
+            known.occupying and not known.keeps_slot and versions_held(desired.spec) > versions_held(known.desired.spec)
+        ):
             try:
                 self._require_slot(desired)
             except CapacityError as error:  # it keeps its slot, and goes on as it was
@@ -118,15 +142,38 @@ class Supervisor:
     def _require_slot(self, desired: DesiredExperiment) -> None:
         if desired.mode is RunMode.SUSPEND:
             return
-        holders = [e for uid, e in self._experiments.items() if uid != desired.uid and e.phase in OCCUPYING]
+        holders = [e for uid, e in self._experiments.items() if uid != desired.uid and e.occupying]
         if len(holders) >= self._config.max_experiments:
             raise CapacityError(f"all {self._config.max_experiments} slots of the engine are in use")
-        held, slots = sum(versions_held(e.desired.spec) for e in holders), self._config.sampler_slots
-        if held + versions_held(desired.spec) > slots:
+        held = sum(self._versions(e.desired, ended=e.keeps_slot) for e in holders)
+        needed, slots = self._versions(desired, ended=desired.mode is RunMode.SERVE), self._config.sampler_slots
+        if held + needed > slots:
             raise CapacityError(
                 f"the sampler holds {slots} versions, {held} of them for other experiments; with its maxOffPolicySteps"
-                f" this one needs {versions_held(desired.spec)}"
+                f" this one needs {needed}"
             )
+
+    def _versions(self, desired: DesiredExperiment, *, ended: bool) -> int:
+        """That the sampler may have to hold for it at once; of one that is only served, its last."""
+        return (1 if ended else versions_held(desired.spec)) + self._config.served_versions
+
+    def _let_in(self, experiment: Experiment) -> None:
+        """Those who have its serving token, and nobody else."""
+        uid, token = experiment.desired.uid, experiment.desired.serving_token
+        if self._config.tenant_port is None or token is None or experiment.phase is Phase.DELETING:
+            self.served.withdraw(uid)
+            return
+        taken = not self.served.admit(uid, experiment.desired.name, token)
+        if taken is not experiment.token_taken:
+            experiment.token_taken = taken
+            self._changed(uid)
+
+    def _serve_if_due(self, experiment: Experiment) -> None:
+        uid = experiment.desired.uid
+        task = self._tasks.get(uid)
+        if (task is None or task.done()) and experiment.serving_due():
+            experiment.serving_starts()
+            self._tasks[uid] = asyncio.create_task(experiment.serve(), name=f"serve-{uid}")
 
     def _start_if_due(self, experiment: Experiment) -> None:
         uid = experiment.desired.uid
@@ -162,6 +209,7 @@ class Supervisor:
                     await asyncio.to_thread(journal.delete)
             return None
         if experiment.phase is not Phase.DELETING:
+            self.served.withdraw(uid)
             experiment.stop_for_deletion(files=files)
             task = asyncio.create_task(self._delete_when_stopped(uid), name=f"delete-{uid}")
             self._tasks[f"delete-{uid}"] = task
@@ -191,10 +239,11 @@ class Supervisor:
             version=self._version,
             max_experiments=self._config.max_experiments,
             max_rank=self._config.max_rank,
-            experiments=sum(e.phase in OCCUPYING for e in self._experiments.values()),
+            experiments=sum(e.occupying for e in self._experiments.values()),
             data_volumes=sorted(self._config.data_volumes),
             sampler_generation=stats.generation,
             versions=[str(v.version) for v in stats.versions],
+            serves=self._config.tenant_port is not None,
         )
 
     def report(self, uid: str) -> ExperimentReport:

@@ -34,6 +34,7 @@ from clora_engine.drawing import Ahead, Drawer, Drawn, policy_lag
 from clora_engine.errors import UserError
 from clora_engine.journal import Commit, Journal
 from clora_engine.patience import Patience
+from clora_engine.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from clora_engine.plan import Plan, max_context
 from clora_engine.rollout import RolloutConfig, Rollouts
 from clora_engine.rollout_metrics import step_metrics
@@ -120,6 +121,16 @@ class Training:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
             raise
         return directory
+
+    async def publish_commit(self, commit: Commit) -> None:
+        """Makes a commit's weights the version that the sampler serves; the trainer need not know the adapter."""
+        directory = self._services.sampler.new_directory()
+        try:
+            await asyncio.to_thread(_copy_adapter, commit.folder, directory)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            raise
+        await self._services.sampler.publish(Version(self._uid, commit.manifest.step), directory)
 
     # ---------------------------------------------------------------- one step
 
@@ -245,6 +256,12 @@ class Training:
         return await self._rollouts(plan).evaluate(
             plan.data.held_out, samples=asked.samples, temperature=number(asked.temperature)
         )
+
+
+def _copy_adapter(commit: Path, directory: Path) -> None:
+    directory.mkdir()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        shutil.copyfile(commit / name, directory / name)
 
 
 def _advantages(plan: Plan, drawn: Drawn) -> Batch:

@@ -18,6 +18,7 @@ from clora_api import API_VERSION, FINALIZER
 from clora_api.control import spec_digest
 from clora_operator import metrics, workload
 from clora_operator.cache import Cache
+from clora_operator.desired import token_digest
 from clora_operator.engine_client import EngineError, RefusedError
 from clora_operator.kube import FIELD_MANAGER, PLURALS, Kube, KubeError
 from clora_operator.links import Links
@@ -49,13 +50,14 @@ Clock = Callable[[], datetime]
 class Outcome:
     """What became of a plan. answer: of a PUT; released: the engine knows the experiment no longer; applied: digest of
     the manifests that the API server took, apply_error: why it refused them (None: there was nothing to apply);
-    conflict: somebody else wrote first."""
+    made_secret: a Secret was to be made; conflict: somebody else wrote first."""
 
     answer: Answer | None = None
     released: bool = False
     applied: str | None = None
     apply_error: str | None = None
     written: bool = False
+    made_secret: bool = False
     conflict: bool = False
     errors: list[Exception] = field(default_factory=list)
 
@@ -99,6 +101,7 @@ class Actor:
                 outcome.released = gone and resource.meta.deleted is not None  # else it may come back
             case CreateToken():
                 await asyncio.to_thread(self._kube.create_secret, resource.meta.namespace, _secret(resource, action))
+                outcome.made_secret = True
             case ApplyWorkload():
                 await self._apply(action, outcome)
             case DeletePod():
@@ -110,17 +113,17 @@ class Actor:
                 await self._links.retire(resource.key)
 
     async def _put(self, action: PutOnEngine) -> Answer:
-        digest = spec_digest(action.desired)
+        digest, token = spec_digest(action.desired), token_digest(action.desired)
         link = self._links.get(action.engine)
         if link is None:
-            return Answer(digest, self._clock(), error="the engine is not connected")
+            return Answer(digest, self._clock(), token, error="the engine is not connected")
         try:
             await link.put(action.desired)
         except RefusedError as refused:
-            return Answer(digest, self._clock(), problem=refused.problem)
+            return Answer(digest, self._clock(), token, problem=refused.problem)
         except EngineError as error:
-            return Answer(digest, self._clock(), error=str(error))
-        return Answer(digest, self._clock())
+            return Answer(digest, self._clock(), token, error=str(error))
+        return Answer(digest, self._clock(), token)
 
     async def _apply(self, action: ApplyWorkload, outcome: Outcome) -> None:
         try:
@@ -182,15 +185,15 @@ def _note(error: Exception, outcome: Outcome) -> None:
 
 
 def _secret(resource: Experiment | Engine, action: CreateToken) -> dict[str, Any]:
-    meta = resource.meta
+    meta, of_engine = resource.meta, isinstance(resource, Engine)
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {
             "name": action.secret,
             "namespace": meta.namespace,
-            "labels": workload.labels(meta.name),
-            "ownerReferences": [workload.owner(meta)],
+            "labels": workload.labels(meta.name) if of_engine else workload.MANAGED,
+            "ownerReferences": [workload.owner(meta, "LoRAEngine" if of_engine else "LoRAExperiment")],
         },
         "stringData": {"token": secrets.token_urlsafe(32)},
     }

@@ -51,11 +51,12 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One unfinished experiment.
+    """One experiment that is unfinished, or holds a slot, or wants one to be served.
 
     engine_namespace, engine, selector   what its spec refers to; namespace_labels: of its own, None: not read
     pinned       the engine that was told of it; holds: it has a slot there already; leaving: and gives it up by itself
     attached     it had a slot when the engine was last heard of
+    served       it has succeeded and is served to tenants: at the same priority, what trains comes first
     wants        nothing but a slot is missing
     needs        it may run on an engine that is awake: neither suspended nor refused, though more may be missing
     priority     of its PriorityClass; preempts: it may take the slot of a lower one; preemptible: its slot may be taken
@@ -73,6 +74,7 @@ class Claim:
     holds: bool = False
     leaving: bool = False
     attached: bool = False
+    served: bool = False
     wants: bool = False
     needs: bool = False
     priority: int = 0

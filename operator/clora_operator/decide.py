@@ -25,7 +25,8 @@ from clora_operator.case import (
 from clora_operator.claims import EVICTING, NOT_LET_IN, Assignment, taken_by
 from clora_operator.decide_end import after_the_end
 from clora_operator.decide_release import decide_release
-from clora_operator.desired import engine_key
+from clora_operator.decide_serving import knows_token, secret_actions, served, serving_status
+from clora_operator.desired import engine_key, token_digest
 from clora_operator.experiment_status import Course, End, experiment_plan
 from clora_operator.observe import ObservedExperiment, lacks_commits
 from clora_operator.plan import AddFinalizer, Plan, PutOnEngine
@@ -53,7 +54,10 @@ def decide_experiment(o: ObservedExperiment, now: datetime, settings: Settings) 
         course = replace(course, accepted=problem, requeue_after=again)
     if course.undecided:
         return Plan(wants_slot=True)
-    return experiment_plan(o, course, now, settings)
+    if made := secret_actions(o):
+        course = replace(course, actions=(*made, *course.actions), requeue_after=0.0)
+    course = replace(course, served=served(o, case.seconds_silent, settings))
+    return experiment_plan(o, course, serving_status(o, settings), now, settings)
 
 
 # ------------------------------------------------------------------------------- the questions, in order
@@ -306,7 +310,7 @@ def _differs(case: Case, report: ExperimentReport, desired: DesiredExperiment) -
     if report.phase is Phase.DELETING:
         return False
     told = (report.spec_digest, report.mode) == (case.digest, desired.mode)
-    return not told or report.attempt < desired.attempt
+    return not told or report.attempt < desired.attempt or not knows_token(case.o, report, token_digest(desired))
 
 
 def _deadline(case: Case) -> datetime | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from clora_api.control import DesiredExperiment, RunMode
 from clora_api.v1alpha1.experiment import ExperimentSpec
 from clora_operator.observe import ObservedExperiment
-from clora_operator.resources import Key
+from clora_operator.resources import Engine, Key
 
 
 def desired_experiment(o: ObservedExperiment, mode: RunMode = RunMode.RUN) -> DesiredExperiment | None:
@@ -24,14 +26,54 @@ def desired_experiment(o: ObservedExperiment, mode: RunMode = RunMode.RUN) -> De
         committed_step=experiment.status.checkpoint.step if experiment.status.checkpoint else None,
         init_source=o.init.source if o.init else None,
         data_text=o.data_text,
+        serving_token=serving_token(o),
     )
+
+
+def to_be_served(o: ObservedExperiment) -> DesiredExperiment | None:
+    """Of one that has ended: its data and starting weights may be gone, and are not needed."""
+    experiment = o.experiment
+    if experiment.spec is None:
+        return None
+    return DesiredExperiment(
+        uid=experiment.meta.uid,
+        namespace=experiment.meta.namespace,
+        name=experiment.meta.name,
+        generation=experiment.meta.generation,
+        spec=_for_the_engine(experiment.spec),
+        mode=RunMode.SERVE,
+        attempt=experiment.status.restarts,
+        committed_step=experiment.status.checkpoint.step if experiment.status.checkpoint else None,
+        serving_token=serving_token(o),
+    )
+
+
+def serving_token(o: ObservedExperiment) -> str | None:
+    """None where nobody may ask it: then the engine serves it to nobody."""
+    secret = o.serving_secret
+    return secret.token if secret is not None and offers_serving(o.engine) else None
+
+
+def offers_serving(engine: Engine | None) -> bool:
+    """As its spec says; whether its pod does is known from itself (EngineInfo.serves)."""
+    return engine is not None and engine.spec is not None and engine.spec.serving.enabled
+
+
+def token_digest(desired: DesiredExperiment) -> str:
+    """Tells one serving token from another; empty without one."""
+    return hashlib.sha256(desired.serving_token.encode()).hexdigest() if desired.serving_token else ""
 
 
 def _for_the_engine(spec: ExperimentSpec) -> ExperimentSpec:
     """Without what only the operator acts on: a change of it is no news for an engine, and an engine of an earlier
     release need not know it."""
     reference = spec.engine_ref.model_copy(update={"namespace": None}) if spec.engine_ref else None
-    own = {"priority_class_name": None, "ttl_seconds_after_finished": None, "engine_ref": reference}
+    own = {
+        "priority_class_name": None,
+        "ttl_seconds_after_finished": None,
+        "engine_ref": reference,
+        "serving": None,  # the token says it
+    }
     return spec.model_copy(update=own)
 
 

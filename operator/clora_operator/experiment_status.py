@@ -17,6 +17,7 @@ from clora_api.v1alpha1.experiment import (
     ExperimentStatus,
     InitFromStatus,
     Progress,
+    ServingStatus,
 )
 from clora_operator.claims import EVICTING
 from clora_operator.observe import ObservedExperiment
@@ -40,6 +41,7 @@ class Course:
     """What is to be said and done of an unfinished experiment.
 
     accepted, attached, progressing   None: as it was (accepted: SpecValid, unless the engine had refused this spec)
+    served                            None: as it was
     claim                             write into status which engine it belongs to, and what it starts from
     restarts                          retries so far; None: as it was
     preempted_by                      who has taken its slot; None: as it was, until it has a slot again
@@ -49,6 +51,7 @@ class Course:
     accepted: Verdict | None = None
     attached: Verdict | None = None
     progressing: Verdict | None = None
+    served: Verdict | None = None
     end: End | None = None
     actions: tuple[Action, ...] = ()
     requeue_after: float | None = None
@@ -60,10 +63,12 @@ class Course:
     undecided: bool = False
 
 
-def experiment_plan(o: ObservedExperiment, course: Course, now: datetime, settings: Settings) -> Plan:
+def experiment_plan(
+    o: ObservedExperiment, course: Course, serving: ServingStatus | None, now: datetime, settings: Settings
+) -> Plan:
     """The Plan of a course: its status is written now, or not yet, or not at all."""
     old = o.experiment.status
-    new = _status(o, course, now)
+    new = _status(o, course, now).model_copy(update={"serving": serving})
     raw_old, raw_new = o.experiment.raw_status, new.to_api()
     weight = weigh(raw_old, raw_new)
     delay = delay_of_write(weight, o.memory.last_write, now, settings)
@@ -72,7 +77,7 @@ def experiment_plan(o: ObservedExperiment, course: Course, now: datetime, settin
     return Plan(
         actions=course.actions,
         status=raw_new if write else None,
-        events=_events(transitions(old.conditions, new.conditions)) if write else (),
+        events=events_of(transitions(old.conditions, new.conditions)) if write else (),
         requeue_after=min(waits) if waits else None,
         wants_slot=course.wants_slot,
     )
@@ -115,21 +120,32 @@ def _verdicts(o: ObservedExperiment, course: Course) -> dict[str, Verdict]:
             ExperimentCondition.SUCCEEDED: Verdict("False", end.reason),
             ExperimentCondition.FAILED: Verdict("False", Reason.NOT_FAILED),
         }
-        stopped = Verdict("False", Reason.DETACHED, "the experiment has ended; its slot is free")
-        return {
+        kept = o.report is not None and o.report.keeps_slot
+        slot = "it keeps its slot to be served" if kept else "its slot is free"
+        stopped = Verdict("False", Reason.DETACHED, f"the experiment has ended; {slot}")
+        return _known(
+            {
+                ExperimentCondition.ACCEPTED: course.accepted or _accepted(o),
+                ExperimentCondition.ATTACHED: stopped,
+                ExperimentCondition.PROGRESSING: Verdict("False", end.reason, end.message),
+                **other,
+                end.kind: Verdict("True", end.reason, end.message),
+                ExperimentCondition.SERVED: course.served,
+            }
+        )
+    return _known(
+        {
             ExperimentCondition.ACCEPTED: course.accepted or _accepted(o),
-            ExperimentCondition.ATTACHED: stopped,
-            ExperimentCondition.PROGRESSING: Verdict("False", end.reason, end.message),
-            **other,
-            end.kind: Verdict("True", end.reason, end.message),
+            ExperimentCondition.ATTACHED: course.attached,
+            ExperimentCondition.PROGRESSING: course.progressing if course.attached else None,
+            ExperimentCondition.SUCCEEDED: Verdict("False", Reason.NOT_FINISHED),
+            ExperimentCondition.FAILED: Verdict("False", Reason.NOT_FAILED),
+            ExperimentCondition.SERVED: course.served,
         }
-    said = {
-        ExperimentCondition.ACCEPTED: course.accepted or _accepted(o),
-        ExperimentCondition.ATTACHED: course.attached,
-        ExperimentCondition.PROGRESSING: course.progressing if course.attached else None,
-        ExperimentCondition.SUCCEEDED: Verdict("False", Reason.NOT_FINISHED),
-        ExperimentCondition.FAILED: Verdict("False", Reason.NOT_FAILED),
-    }
+    )
+
+
+def _known(said: dict[str, Verdict | None]) -> dict[str, Verdict]:
     return {kind: verdict for kind, verdict in said.items() if verdict is not None}
 
 
@@ -208,7 +224,7 @@ def _until_deadline(o: ObservedExperiment, status: ExperimentStatus, now: dateti
     return max(0.1, (from_rfc3339(status.start_time) + timedelta(seconds=seconds) - now).total_seconds())
 
 
-def _events(changed: list[Condition]) -> tuple[Event, ...]:
+def events_of(changed: list[Condition]) -> tuple[Event, ...]:
     """One for each transition that a person would want to be told of."""
     events = []
     for condition in changed:
@@ -221,10 +237,22 @@ def _events(changed: list[Condition]) -> tuple[Event, ...]:
             events.append(event_of(condition, warning=status == "Unknown"))
         elif kind == ExperimentCondition.PROGRESSING and condition.reason == Reason.RETRYING:
             events.append(event_of(condition, warning=True))
+        elif kind == ExperimentCondition.SERVED and condition.reason not in _NO_NEWS_OF_SERVING:
+            events.append(event_of(condition, warning=condition.reason in _TROUBLE_OF_SERVING))
         elif kind in (ExperimentCondition.SUCCEEDED, ExperimentCondition.FAILED) and status == "True":
             events.append(event_of(condition, warning=kind == ExperimentCondition.FAILED))
     return tuple(events)
 
+
+# reasons of Served that pass by themselves, or that somebody has chosen
+_NO_NEWS_OF_SERVING = {
+    Reason.NOT_ATTACHED,
+    Reason.ATTACHING,
+    Reason.QUEUED,
+    Reason.WAITING_FOR_ENGINE,
+    Reason.NOT_SERVED,
+}
+_TROUBLE_OF_SERVING = {Reason.SERVING_FAILED, Reason.SECRET_IN_USE, Reason.SERVING_NOT_OFFERED}
 
 # reasons of Attached with which a preemption is over
 _NOT_PREEMPTED = {Reason.ENGINE_CONFIRMED, Reason.SUSPENDING, Reason.SUSPENDED}

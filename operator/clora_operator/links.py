@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Literal
 
-from clora_api.control import OCCUPYING, DesiredExperiment, EngineInfo, ExperimentList, ExperimentReport
+from clora_api.control import DesiredExperiment, EngineInfo, ExperimentList, ExperimentReport
 from clora_operator import metrics
 from clora_operator.engine_client import EngineClient, EngineError, RefusedError, StartingError, UnauthorizedError
 from clora_operator.resources import Key
@@ -56,7 +56,7 @@ class EngineView:
 
     def occupants(self) -> set[str]:
         """Uids that hold one of the engine's slots."""
-        return {uid for uid in self.reports if (r := self.report(uid)) and r.phase in OCCUPYING}
+        return {uid for uid in self.reports if (r := self.report(uid)) and r.occupying}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Leaves out every judgement: nothing here says what is to be done.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -20,11 +20,12 @@ from clora_operator.resources import Engine, Experiment, find_condition
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the engine said to the last PUT of an experiment. digest: of what was asked; problem: its refusal, if any;
-    error: why there was no answer."""
+    """What the engine said to the last PUT of an experiment. digest: of what was asked; token: that of its serving
+    token, empty without one; problem: its refusal, if any; error: why there was no answer."""
 
     digest: str
     at: datetime
+    token: str = ""
     problem: Problem | None = None
     error: str = ""
 
@@ -48,6 +49,17 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class ServingSecret:
+    """The Secret of an experiment's serving token. token: None while there is none; foreign: a Secret of that name
+    belongs to something else."""
+
+    name: str
+    token: str | None = field(repr=False)
+    foreign: bool
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """What the operator remembers of one experiment between reconciles. All of it can be lost: it saves work and keeps
     time, and nothing that must survive a restart is here."""
@@ -59,6 +71,7 @@ class Memory:
     last_write: datetime | None = None
     released: bool = False  # the engine knows it no longer
     wants_slot: bool = False
+    serving_secret: ServingSecret | None = None  # as it was last read
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,8 @@ class Init:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedExperiment:
-    """engine, view: the LoRAEngine that it is assigned to, or was told of, and what that engine says.
+    """engine, view: the LoRAEngine that it is assigned to, or was told of, and what that engine says. serving_secret:
+    None where it is not to be served.
     data_missing: why data.configMap could not be read; data_text: what it holds. priority: what priorityClassName comes
     to."""
 
@@ -86,6 +100,7 @@ class ObservedExperiment:
     init: Init | None
     priority: Priority
     memory: Memory
+    serving_secret: ServingSecret | None = None
 
     @property
     def report(self) -> ExperimentReport | None:

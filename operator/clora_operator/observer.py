@@ -10,20 +10,31 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from clora_api.control import Phase
+from clora_api.control import MAX_TOKEN_LENGTH, MIN_TOKEN_LENGTH, Phase
 from clora_api.v1alpha1.conditions import EngineCondition, ExperimentCondition, Reason
 from clora_api.v1alpha1.experiment import Condition
 from clora_operator import workload
 from clora_operator.cache import Cache
 from clora_operator.claims import Assignment, Claim, Room
+from clora_operator.decide_serving import secret_name
 from clora_operator.decide_sleep import wakes_on_demand
+from clora_operator.desired import offers_serving
 from clora_operator.kube import Kube
 from clora_operator.links import EngineView, Links
-from clora_operator.observe import Memory, ObservedEngine, ObservedExperiment, lacks_commits, resolve_init
+from clora_operator.observe import (
+    Memory,
+    ObservedEngine,
+    ObservedExperiment,
+    ServingSecret,
+    lacks_commits,
+    resolve_init,
+)
 from clora_operator.pod_trouble import told_trouble
 from clora_operator.priorities import NO_CLASS, PriorityClasses
 from clora_operator.resources import Engine, Experiment, Key, find_condition
 from clora_operator.tenancy import Namespaces
+
+SECRET_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,7 @@ class Observer:
         text, missing = await self._data(experiment, memory)
         named = experiment.spec.priority_class_name if experiment.spec else None
         priority = await self._priorities.read(named) if named else NO_CLASS
+        secret = await self._serving_secret(experiment, memory)
         return ObservedExperiment(
             experiment=experiment,
             assignment=assignment,
@@ -67,8 +79,24 @@ class Observer:
             data_missing=missing,
             init=resolve_init(experiment, self._init_source(experiment)),
             priority=priority,
-            memory=replace(memory, data_text=text, failed=failed, silent_since=silent_since),
+            memory=replace(memory, data_text=text, failed=failed, silent_since=silent_since, serving_secret=secret),
+            serving_secret=secret,
         )
+
+    async def _serving_secret(self, experiment: Experiment, memory: Memory) -> ServingSecret | None:
+        """Read again after SECRET_SECONDS, and while it has no token: no event tells of a Secret."""
+        if not experiment.asks_to_be_served:
+            return None
+        known, now = memory.serving_secret, self._clock()
+        if known is not None and known.token and (now - known.at).total_seconds() < SECRET_SECONDS:
+            return known
+        name = secret_name(experiment)
+        found = await asyncio.to_thread(self._kube.secret, experiment.meta.namespace, name)
+        owners = ((found or {}).get("metadata") or {}).get("ownerReferences") or ()
+        ours = any(owner.get("uid") == experiment.meta.uid for owner in owners)
+        token = decode_token(found, "token") if ours else None
+        fit = token is not None and MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH
+        return ServingSecret(name, token if fit else None, foreign=found is not None and not (ours and fit), at=now)
 
     def _init_source(self, experiment: Experiment) -> Experiment | None:
         source = starts_from(experiment)
@@ -178,17 +206,19 @@ def claims(
     cache: Cache, links: Links, memories: Mapping[str, Memory], priorities: PriorityClasses, namespaces: Namespaces
 ) -> list[Claim]:
     """What placement has to know of the experiments. One that is being deleted or has ended keeps its slot until the
-    engine says otherwise, and wants none."""
+    engine says otherwise, and wants none, unless it is to be served."""
     found = []
     for experiment in cache.experiments():
         meta, spec, told = experiment.meta, experiment.spec, experiment.status.engine
         view = links.view(experiment.engine_key(told.name)) if told else None
         holds = view is not None and meta.uid in view.occupants()
         over = experiment.finished or meta.deleted is not None
-        if over and not holds:
+        serves = over and experiment.asks_to_be_served and _offers_serving(experiment, cache)
+        if over and not holds and not serves:
             continue
         memory = memories.get(meta.uid)
-        attached = find_condition(experiment.status.conditions, ExperimentCondition.ATTACHED)
+        kind = ExperimentCondition.SERVED if serves else ExperimentCondition.ATTACHED
+        attached = find_condition(experiment.status.conditions, kind)
         named = spec.priority_class_name if spec else None
         priority = priorities.known(named) if named else NO_CLASS
         found.append(
@@ -204,16 +234,22 @@ def claims(
                 selector=spec.engine_selector.match_labels if spec and spec.engine_selector else None,
                 pinned=_pinned(experiment, view, memory, cache),
                 holds=holds,
-                leaving=over or (spec is not None and spec.suspend),
+                leaving=not serves and (over or (spec is not None and spec.suspend)),
                 attached=attached is not None and attached.status != "False",
-                needs=not over and spec is not None and not spec.suspend and not _unaccepted(experiment),
-                wants=not over and memory is not None and memory.wants_slot,
+                served=serves,
+                needs=serves or (not over and spec is not None and not spec.suspend and not _unaccepted(experiment)),
+                wants=(serves or not over) and memory is not None and memory.wants_slot,
                 priority=priority.value if priority else 0,
-                preempts=priority is not None and priority.preempts and _can_start(experiment, memory),
+                preempts=not serves and priority is not None and priority.preempts and _can_start(experiment, memory),
                 preemptible=priority is not None,
             )
         )
     return found
+
+
+def _offers_serving(experiment: Experiment, cache: Cache) -> bool:
+    told = experiment.status.engine
+    return told is not None and offers_serving(cache.engine(experiment.engine_key(told.name)))
 
 
 def _can_start(experiment: Experiment, memory: Memory | None) -> bool:

@@ -1,6 +1,7 @@
 """Placement: one pure pass over all engines and experiments that says who belongs where and who has to wait.
 
-Order is priority, then who was attached when its engine went down, then age. An experiment that an engine has been told
+Order is priority, then who was attached when its engine went down, then what trains before what is only served, then
+age. An experiment that an engine has been told
 of stays with that engine, whose storage holds its steps. The engine has the last word: when it answers 409 it counts as
 full for a while. Who has a slot keeps it until it has finished, failed or been suspended, or until one of a higher
 priority needs it (preemption) or its engine drains.
@@ -20,7 +21,7 @@ from clora_operator.tenancy import denial
 def place(rooms: Iterable[Room], claims: Iterable[Claim]) -> dict[str, Assignment]:
     """uid -> Assignment for every claim."""
     slots = {room.seat: Slots(room, taken=room.strangers) for room in rooms}
-    ordered = sorted(claims, key=lambda c: (-c.priority, not c.attached, c.created, c.namespace, c.name))
+    ordered = sorted(claims, key=lambda c: (-c.priority, not c.attached, c.served, c.created, c.namespace, c.name))
     for claim in ordered:
         held = slots.get((claim.engine_namespace, claim.pinned)) if claim.holds and claim.pinned else None
         if held is not None:

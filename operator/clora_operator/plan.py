@@ -47,7 +47,7 @@ class DeleteOnEngine:
 
 @dataclass(frozen=True, slots=True)
 class CreateToken:
-    """Make the Secret with a random bearer token, unless it is there."""
+    """Make the Secret with a random bearer token, unless it is there: an engine's, or an experiment's for tenants."""
 
     secret: str
 

@@ -1,10 +1,10 @@
 """The slots of one engine in the course of a placement pass: which are free, which come free, and whose are taken for
 an experiment of a higher priority.
 
-Who gives up a slot: the lowest priority, of those the youngest; strictly lower ones only. A slot that comes free by
-itself is waited for first, and each is promised once, so that nobody leaves for nothing. A namespace that has all its
-maxPerNamespace gets another slot only from itself. Leaves out how an experiment leaves (decide) and the order in which
-experiments are asked (placement).
+Who gives up a slot: the lowest priority, of those what is only served, then the youngest; strictly lower ones only. A
+slot that comes free by itself is waited for first, and each is promised once, so that nobody leaves for nothing. A
+namespace that has all its maxPerNamespace gets another slot only from itself. Leaves out how an experiment leaves
+(decide) and the order in which experiments are asked (placement).
 """
 
 from __future__ import annotations
@@ -88,4 +88,4 @@ class Slots:
         if not lower:
             return None
         lowest = min(holder.priority for holder in lower)
-        return max((h for h in lower if h.priority == lowest), key=lambda h: (h.created, h.namespace, h.name))
+        return max((h for h in lower if h.priority == lowest), key=lambda h: (h.served, h.created, h.namespace, h.name))

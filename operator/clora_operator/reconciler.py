@@ -151,6 +151,7 @@ class Reconciler:
             released=outcome.released or observed.memory.released,
             last_write=self._clock() if outcome.written else observed.memory.last_write,
             wants_slot=plan.wants_slot,
+            serving_secret=None if outcome.made_secret else observed.memory.serving_secret,
         )
         if wants_changed:
             self._placement_due.set()

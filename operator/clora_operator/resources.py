@@ -75,6 +75,13 @@ class Experiment:
         ends = (ExperimentCondition.SUCCEEDED, ExperimentCondition.FAILED)
         return any(c.type in ends and c.status == "True" for c in self.status.conditions)
 
+    @property
+    def asks_to_be_served(self) -> bool:
+        """It is not going, and may be served: it has not failed, and its spec says so."""
+        failed = find_condition(self.status.conditions, ExperimentCondition.FAILED)
+        asked = self.spec is not None and self.spec.serving is not None and self.spec.serving.enabled
+        return asked and self.meta.deleted is None and not (failed is not None and failed.status == "True")
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:

@@ -109,4 +109,6 @@ def _essence(status: Mapping[str, Any]) -> dict[str, Any]:
     kept["queuePosition"] = "queuePosition" in status
     if isinstance(status.get("engine"), Mapping):
         kept["engine"] = {key: status["engine"].get(key) for key in ("name", "epoch")}
+    if isinstance(status.get("serving"), Mapping):  # without the version, which moves with the steps
+        kept["serving"] = {key: status["serving"].get(key) for key in ("endpoint", "secretName")}
     return kept

@@ -19,6 +19,8 @@ from clora_operator.pod_trouble import kueue_labels
 from clora_operator.resources import Engine, Meta
 
 PORT = 8080
+TENANT_PORT = 8000
+MANAGED = {"app.kubernetes.io/managed-by": "clora-operator"}
 ENGINE_LABEL = f"{GROUP}/engine"
 CONTAINER = "engine"
 GRACE_SECONDS = 120
@@ -56,15 +58,15 @@ def labels(name: str) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "clora-engine",
         "app.kubernetes.io/instance": name,
-        "app.kubernetes.io/managed-by": "clora-operator",
+        **MANAGED,
         ENGINE_LABEL: name,
     }
 
 
-def owner(meta: Meta) -> Manifest:
+def owner(meta: Meta, kind: str = "LoRAEngine") -> Manifest:
     return {
         "apiVersion": API_VERSION,
-        "kind": "LoRAEngine",
+        "kind": kind,
         "name": meta.name,
         "uid": meta.uid,
         "controller": True,
@@ -77,9 +79,9 @@ def manifests(engine: Engine, ingress_from: str = "", *, asleep: bool = False) -
     spec, meta = engine.spec, engine.meta
     assert spec is not None
     assert spec.image is not None
-    children = [_service(meta), _stateful_set(meta, spec, token_secret(engine), replicas=0 if asleep else 1)]
+    children = [_service(meta, spec), _stateful_set(meta, spec, token_secret(engine), replicas=0 if asleep else 1)]
     if ingress_from:
-        children.insert(1, _network_policy(meta, ingress_from))
+        children.insert(1, _network_policy(meta, spec, ingress_from))
     if spec.storage.existing_claim is None:
         children.insert(1, _claim(meta, spec))
     return tuple(children)
@@ -96,23 +98,30 @@ def _metadata(meta: Meta, name: str, *, owned: bool = True) -> Manifest:
     return metadata
 
 
-def _service(meta: Meta) -> Manifest:
+def _service(meta: Meta, spec: EngineSpec) -> Manifest:
+    ports: list[Manifest] = [{"name": "control", "port": PORT, "targetPort": "control", "protocol": "TCP"}]
+    if spec.serving.enabled:
+        ports.append({"name": "tenants", "port": TENANT_PORT, "targetPort": "tenants", "protocol": "TCP"})
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": _metadata(meta, meta.name),
         "spec": {
             "selector": {ENGINE_LABEL: meta.name},
-            "ports": [{"name": "control", "port": PORT, "targetPort": "control", "protocol": "TCP"}],
+            "ports": ports,
             # a starting engine answers /v1/engine with what it is waiting for
             "publishNotReadyAddresses": True,
         },
     }
 
 
-def _network_policy(meta: Meta, ingress_from: str) -> Manifest:
-    """Only these peers reach the control API, which /metrics shares its port with, and nobody another port of the pod.
-    kubelet's probes come from the node, which no policy keeps out."""
+def _network_policy(meta: Meta, spec: EngineSpec, ingress_from: str) -> Manifest:
+    """Only these peers reach the control API, which /metrics shares its port with; only pods of namespaces whose
+    experiments the engine takes reach the tenants' port, if it has one; and nobody another port of the pod. kubelet's
+    probes come from the node, which no policy keeps out."""
+    ingress: list[Manifest] = [{"from": json.loads(ingress_from), "ports": [{"port": PORT, "protocol": "TCP"}]}]
+    if spec.serving.enabled:
+        ingress.append({"from": _tenants(spec), "ports": [{"port": TENANT_PORT, "protocol": "TCP"}]})
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -120,9 +129,20 @@ def _network_policy(meta: Meta, ingress_from: str) -> Manifest:
         "spec": {
             "podSelector": {"matchLabels": {ENGINE_LABEL: meta.name}},
             "policyTypes": ["Ingress"],
-            "ingress": [{"from": json.loads(ingress_from), "ports": [{"port": PORT, "protocol": "TCP"}]}],
+            "ingress": ingress,
         },
     }
+
+
+def _tenants(spec: EngineSpec) -> list[Manifest]:
+    """allowedNamespaces as NetworkPolicyPeers."""
+    allowed = spec.allowed_namespaces
+    own: Manifest = {"podSelector": {}}
+    if allowed.from_ == "All":
+        return [{"namespaceSelector": {}}]
+    if allowed.selector is None:
+        return [own]
+    return [own, {"namespaceSelector": {"matchLabels": dict(allowed.selector.match_labels)}}]
 
 
 def _claim(meta: Meta, spec: EngineSpec) -> Manifest:
@@ -163,7 +183,7 @@ def _pod_template(meta: Meta, spec: EngineSpec, secret: tuple[str, str]) -> Mani
         "image": spec.image,
         "args": arguments(spec),
         "env": environment,
-        "ports": [{"name": "control", "containerPort": PORT, "protocol": "TCP"}],
+        "ports": _container_ports(spec),
         "resources": _resources(spec),
         "volumeMounts": mounts,
         # loading a large model takes long: only an engine that has answered once can be found dead
@@ -196,6 +216,11 @@ def _pod_template(meta: Meta, spec: EngineSpec, secret: tuple[str, str]) -> Mani
     }
 
 
+def _container_ports(spec: EngineSpec) -> list[Manifest]:
+    ports = [("control", PORT)] + ([("tenants", TENANT_PORT)] if spec.serving.enabled else [])
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports]
+
+
 def arguments(spec: EngineSpec) -> list[str]:
     """Command line of `clora-engine serve`. The token is a file, never an argument."""
     model, sampler = spec.model, spec.sampler
@@ -222,6 +247,8 @@ def arguments(spec: EngineSpec) -> list[str]:
         "trainer-slots": spec.trainer.slots,
         "gradient-checkpointing": str(spec.trainer.gradient_checkpointing).lower(),
     }
+    if spec.serving.enabled:
+        flags["tenant-port"] = TENANT_PORT
     if model.revision:
         flags["revision"] = model.revision
     if sampler.kv_cache_memory:

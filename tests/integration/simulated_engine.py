@@ -28,7 +28,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from clora_api.control import (
-    OCCUPYING,
     PROBLEM_BASE,
     CheckpointList,
     DesiredExperiment,
@@ -39,6 +38,7 @@ from clora_api.control import (
     Problem,
     ReportedCheckpoint,
     ReportedProgress,
+    ReportedServing,
     RunMode,
     spec_digest,
 )
@@ -65,6 +65,7 @@ class Simulated:
         self.loaded = False
         self.revision = 0
         self.delete_files = False
+        self.keeps_slot = False
         self.task: asyncio.Task[None] | None = None
 
     def argument(self, name: str, default: str) -> str:
@@ -118,6 +119,7 @@ class Simulated:
             self.changed()
         if self.phase is Phase.RUNNING:
             self.phase = Phase.SUCCEEDED if self.step >= self.max_steps else Phase.SUSPENDED
+            self.keeps_slot = self.phase is Phase.SUCCEEDED and self.desired.serving_token is not None
         self.loaded = False
         self.engine.log("leave", self)
         self.changed()
@@ -139,6 +141,7 @@ class Simulated:
 
     def report(self) -> ExperimentReport:
         reason, message, retryable = self.failure or ("", "", False)
+        version = f"{self.desired.name}@{self.step}" if self.loaded or self.keeps_slot else ""
         committed = self.committed()
         return ExperimentReport(
             uid=self.desired.uid,
@@ -167,7 +170,19 @@ class Simulated:
             checkpoint=None
             if committed is None
             else ReportedCheckpoint(step=committed, path=f"{self.desired.uid}/steps/{committed:05d}", digest="d"),
+            serving=None if self.desired.serving_token is None else ReportedServing(version=version),
+            keeps_slot=self.keeps_slot,
         )
+
+    def serve_if_due(self) -> None:
+        """As the engine does, of one that has ended."""
+        token, mode = self.desired.serving_token, self.desired.mode
+        if self.keeps_slot and token is None:
+            self.keeps_slot = False
+            self.changed()
+        elif token is not None and mode is RunMode.SERVE and not self.report().occupying:
+            self.step, self.keeps_slot = self.committed() or 0, True
+            self.changed()
 
 
 class Engine:
@@ -205,7 +220,8 @@ class Engine:
             version="0",
             max_experiments=self.max_experiments,
             max_rank=self.max_rank,
-            experiments=sum(e.phase in OCCUPYING for e in self.experiments.values()),
+            experiments=sum(e.report().occupying for e in self.experiments.values()),
+            serves=True,
         )
 
     def listed(self) -> ExperimentList:
@@ -227,21 +243,30 @@ class Engine:
             if not path.exists() or int(path.read_text()) < desired.committed_step:
                 detail = f"step {desired.committed_step} was committed, but this engine's storage has no step of it"
                 raise RefusalError("conflict", 409, detail, reason="CheckpointUnreachable")
-        if desired.mode is RunMode.RUN and (known is None or known.phase not in OCCUPYING):
-            finished = known is not None and known.phase is Phase.SUCCEEDED
+        if desired.mode is not RunMode.SUSPEND and (known is None or not known.report().occupying):
+            finished = known is not None and known.phase is Phase.SUCCEEDED and desired.mode is RunMode.RUN
             if not finished and self.info().experiments >= self.max_experiments:
                 raise RefusalError("capacity-exceeded", 409, f"all {self.max_experiments} slots are in use")
         if known is None:
             known = self.experiments[desired.uid] = Simulated(self, desired)
+            known.phase = Phase.SUCCEEDED if desired.mode is RunMode.SERVE else known.phase
             known.changed()
         elif known.desired != desired:
             known.desired = desired
             known.changed()
+        self.note_token(known)
         known.start_if_due()
+        known.serve_if_due()
         return known.report()
 
+    def note_token(self, known: Simulated) -> None:
+        """For the tests: serving-token/UID holds what the operator has told."""
+        path = self.storage / "serving-token" / known.desired.uid
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(known.desired.serving_token or "")
+
     async def delete(self, experiment: Simulated, files: bool) -> None:
-        experiment.phase = Phase.DELETING
+        experiment.phase, experiment.keeps_slot = Phase.DELETING, False
         experiment.changed()
         if experiment.task is not None:
             await asyncio.wait([experiment.task])

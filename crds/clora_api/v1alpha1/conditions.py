@@ -20,6 +20,7 @@ class ExperimentCondition(StrEnum):
     PROGRESSING = "Progressing"  # steps are being made
     SUCCEEDED = "Succeeded"  # maxSteps (or stopWhen) was reached
     FAILED = "Failed"  # it has failed and stays failed
+    SERVED = "Served"  # tenants' requests are answered with its adapter; said once spec.serving was enabled
 
 
 class EngineCondition(StrEnum):
@@ -65,6 +66,12 @@ class Reason(StrEnum):
     SUSPENDING = "Suspending"
     COMPLETED = "Completed"
     DETACHED = "Detached"
+    # Served; Serving too, and why it has no slot
+    NOT_SERVED = "NotServed"  # spec.serving is not enabled
+    SERVING_NOT_OFFERED = "ServingNotOffered"  # by its engine
+    SERVING_FAILED = "ServingFailed"  # the engine could not load its last commit
+    SECRET_IN_USE = "SecretInUse"  # noqa: S105 - the Secret for its token belongs to something else
+    NOT_ATTACHED = "NotAttached"  # it trains, and has no adapter on the engine now
     # Failed
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     DEADLINE_EXCEEDED = "DeadlineExceeded"

@@ -171,6 +171,21 @@ class Environments(ApiModel):
     )
 
 
+class EngineServing(ApiModel):
+    """A second port, on which tenants reach the adapters of their own experiments and nothing else."""
+
+    enabled: bool = Field(
+        False,
+        description="Open the port: experiments may be served (their spec.serving). The sampler then holds two more"
+        " versions for each of maxExperiments. The change takes effect with the engine's next pod.",
+    )
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^?#\s]+$", max_length=512)] | None = Field(
+        None,
+        description="Base URL at which tenants reach the port, for example https://models.example.com/v1 of an ingress;"
+        " unset: the engine's Service. An engine that somebody else runs needs it.",
+    )
+
+
 class Resources(ApiModel):
     """Requests and limits of the engine's container, besides GPUs."""
 
@@ -193,6 +208,10 @@ class EngineSpec(ApiModel):
         (
             "!has(self.endpoint) || !has(self.scaleDownAfterSeconds)",
             "scaleDownAfterSeconds is for engines that clora runs: leave it out with an endpoint",
+        ),
+        (
+            "!has(self.endpoint) || !self.serving.enabled || has(self.serving.endpoint)",
+            "say where tenants reach an engine that somebody else runs: give serving.endpoint",
         ),
         (
             "has(self.endpoint) == has(oldSelf.endpoint)",
@@ -237,6 +256,9 @@ class EngineSpec(ApiModel):
     )
     environments: Environments = Field(
         default_factory=Environments, description="Environments, and hosts, that experiments may use."
+    )
+    serving: EngineServing = Field(
+        default_factory=EngineServing, description="A port on which tenants reach their adapters."
     )
     image: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(None, description="Image of the engine.")
     resources: Resources = Field(default_factory=Resources, description="Requests and limits besides GPUs.")

@@ -378,6 +378,18 @@ class StopWhen(ApiModel):
     )
 
 
+class Serving(ApiModel):
+    """An OpenAI-compatible endpoint that answers with this experiment's adapter, as long as it holds a slot: while it
+    trains with the latest version, and after it has succeeded with the last one."""
+
+    enabled: bool = Field(
+        True,
+        description="Serve it. Its token is in a Secret of its namespace, status.serving says where it answers, and"
+        " condition Served whether. After its end it keeps its slot on the engine, or takes one again, until this is"
+        " turned off, the resource is deleted, or a higher priority takes the slot.",
+    )
+
+
 class InitFromExperiment(ApiModel):
     name: ObjectName = Field(description="A LoRAExperiment of the same namespace and engine.")
     step: int | None = Field(
@@ -439,6 +451,11 @@ class ExperimentSpec(ApiModel):
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Accuracy on held-out examples.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="How often steps are committed.")
     init_from: InitFrom | None = Field(None, description="Starting weights. It cannot change after creation.")
+    serving: Serving | None = Field(
+        None,
+        description="Serve the adapter over HTTP, on engines whose spec.serving is enabled. It can change at any time,"
+        " also after the end.",
+    )
     weight: int = Field(
         100,
         ge=1,
@@ -539,13 +556,23 @@ class InitFromStatus(StatusModel):
     step: int | None = Field(None, ge=0, description="The step that it starts from; unset: the latest commit.")
 
 
+class ServingStatus(StatusModel):
+    """How the adapter is reached."""
+
+    endpoint: str = Field("", max_length=512, description="Base URL for OpenAI clients; empty while it is not known.")
+    secret_name: str = Field(
+        max_length=253, description="The Secret, in the experiment's namespace, whose key token is the bearer token."
+    )
+    version: str = Field("", max_length=320, description="The version that answers; empty: none does now.")
+
+
 class ExperimentStatus(StatusModel):
     """What clora reports."""
 
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,
-        description="Accepted, Attached, Progressing, Succeeded, Failed.",
+        description="Accepted, Attached, Progressing, Succeeded, Failed; Served once spec.serving was enabled.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     observed_generation: int = Field(0, ge=0, description="The generation of the spec that was last acted on.")
@@ -564,5 +591,6 @@ class ExperimentStatus(StatusModel):
         None, description="The commit that was measured best; it is kept, and `clora pull --step` gets it."
     )
     init_from: InitFromStatus | None = Field(None, description="What initFrom.experiment was resolved to.")
+    serving: ServingStatus | None = Field(None, description="How the adapter is reached while it is served.")
     start_time: str | None = Field(None, max_length=64, description="When it was first attached.")
     completion_time: str | None = Field(None, max_length=64, description="When it succeeded or failed.")

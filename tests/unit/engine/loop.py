@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, cast
 
 import torch
@@ -120,6 +120,9 @@ class LocalTrainer:
 class Lease:
     def __init__(self, version: Version) -> None:
         self.version = version
+
+    def held(self) -> SimpleNamespace:
+        return SimpleNamespace(name=str(self.version))
 
     def __enter__(self) -> Lease:
         return self

@@ -124,7 +124,7 @@ def desired(of: Experiment, mode: RunMode = RunMode.RUN, **fields: Any) -> Desir
         uid=of.meta.uid,
         namespace=of.meta.namespace,
         name=of.meta.name,
-        spec=of.spec,
+        spec=of.spec.model_copy(update={"serving": None}),
         mode=mode,
         attempt=of.status.restarts,
         **fields,

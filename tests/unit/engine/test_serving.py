@@ -1,0 +1,315 @@
+"""Tokens and what they reach; versions that tenants' requests hold; served experiments in the supervisor's slots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from clora_api.control import DesiredExperiment, ExperimentReport, Phase, RunMode, spec_digest
+from clora_engine.config import EngineConfig
+from clora_engine.errors import CapacityError, CheckpointError, EngineError
+from clora_engine.sampler import Sampler
+from clora_engine.serving import MAX_SEQUENCES, ServedAdapter, ServedAdapters
+from clora_engine.supervisor import Supervisor
+from clora_engine.training import Services
+from clora_engine.types import Sample, SamplingParams, Version
+from tests.unit.engine.loop import LocalTrainer, WrittenSampler, desired, tokenizer
+
+TOKEN, OTHER = "token-of-the-first-experiment", "token-of-another-experiment"
+PARAMS = SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(0,))
+
+
+# ------------------------------------------------------------------------------------------------ tokens
+
+
+def test_a_token_reaches_its_experiment_and_nothing_else_does() -> None:
+    served = ServedAdapters(versions=2)
+    assert served.admit("a", "one", TOKEN)
+    assert served.admit("b", "two", OTHER)
+    found = served.find(TOKEN)
+    assert found is not None
+    assert (found.uid, found.name) == ("a", "one")
+    for wrong in ("", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), "a", "one", "é"):
+        assert served.find(wrong) is None
+    served.withdraw("a")
+    served.withdraw("a")
+    assert served.find(TOKEN) is None
+    assert served.find(OTHER) is not None
+
+
+def test_a_new_token_ends_the_old_one_and_the_same_changes_nothing() -> None:
+    served = ServedAdapters(versions=2)
+    served.admit("a", "one", TOKEN)
+    before = served.find(TOKEN)
+    assert served.admit("a", "one", TOKEN)
+    assert served.find(TOKEN) is before
+    assert served.admit("a", "one", OTHER)
+    assert served.find(TOKEN) is None
+    assert served.find(OTHER) is not None
+
+
+def test_another_experiments_token_reaches_that_one_still() -> None:
+    served = ServedAdapters(versions=2)
+    served.admit("a", "one", TOKEN)
+    served.admit("b", "two", OTHER)
+    assert not served.admit("b", "two", TOKEN)
+    found = served.find(TOKEN)
+    assert found is not None
+    assert found.uid == "a"
+    assert served.find(OTHER) is None  # its former token is not its token any more
+
+
+def test_no_token_is_kept_printed_or_part_of_a_digest() -> None:
+    given = desired().model_copy(update={"serving_token": TOKEN})
+    assert TOKEN not in repr(given)
+    assert spec_digest(given) == spec_digest(desired())
+    served = ServedAdapters(versions=2)
+    served.admit("a", "one", TOKEN)
+    adapter = served.find(TOKEN)
+    assert adapter is not None
+    assert TOKEN not in str(vars(adapter))
+    assert TOKEN not in str(vars(served))
+
+
+# ------------------------------------------------------------------------------------------------ versions
+
+
+@dataclass
+class SlowSampler:
+    """Of whose requests each ends when it is told to; `step` is the latest version's."""
+
+    step: int = 0
+    running: list[tuple[int, asyncio.Event]] = field(default_factory=list)
+
+    def lease(self, experiment: str) -> Any:
+        sampler, step = self, self.step
+
+        class Lease:
+            version = Version(experiment, step)
+
+            def held(self) -> Any:
+                return SimpleNamespace(name=f"{self.version}#{step}")
+
+            def release(self) -> None:
+                return None
+
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                return None
+
+        assert sampler is self
+        return Lease()
+
+    async def sample(self, lease: Any, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[Sample]:
+        end = asyncio.Event()
+        self.running.append((lease.version.step, end))
+        await end.wait()
+        return [Sample(ids=(1,), logprobs=(0.0,), truncated=False)] * n
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, _ in self.running]
+
+
+async def test_requests_hold_two_versions_at_most_and_never_an_older_one_than_need_be() -> None:
+    sampler, adapter = SlowSampler(), ServedAdapter("a", "one", b"", versions=2)
+    tasks = []
+    for step in (0, 0, 1, 2, 2):
+        sampler.step = step
+        tasks.append(asyncio.create_task(adapter.sample(cast(Sampler, sampler), [1], 1, PARAMS)))
+        await asyncio.sleep(0)
+    assert sampler.steps == [0, 0, 1]  # the last two wait
+    sampler.running[0][1].set()
+    await tasks[0]
+    await asyncio.sleep(0)
+    assert sampler.steps == [0, 0, 1]  # step 0 is held still
+    sampler.step = 3
+    sampler.running[1][1].set()
+    await tasks[1]
+    while len(sampler.running) < 5:  # noqa: ASYNC110 - nothing tells that a request has begun
+        await asyncio.sleep(0)
+    assert sampler.steps == [0, 0, 1, 3, 3]
+    for _, end in sampler.running:
+        end.set()
+    versions = [(await task).version.step for task in tasks]
+    assert versions == [0, 0, 1, 3, 3]
+
+
+async def test_sequences_of_one_token_are_bounded_and_come_free() -> None:
+    sampler, adapter = SlowSampler(), ServedAdapter("a", "one", b"", versions=2)
+    first = asyncio.create_task(adapter.sample(cast(Sampler, sampler), [1], MAX_SEQUENCES - 1, PARAMS))
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityError) as refused:
+        await adapter.sample(cast(Sampler, sampler), [1], 2, PARAMS)
+    assert refused.value.reason == "TooManyRequests"
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    whole = asyncio.create_task(adapter.sample(cast(Sampler, sampler), [1], MAX_SEQUENCES, PARAMS))
+    await asyncio.sleep(0)
+    sampler.running[-1][1].set()
+    assert len((await whole).samples) == MAX_SEQUENCES
+
+
+# ------------------------------------------------------------------------------------------------ slots
+
+
+class ServingSampler(WrittenSampler):
+    """Keeps of each experiment the latest version's step, and what the gate is told."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.latest: dict[str, int] = {}
+        self.told: list[tuple[str, int, int | None]] = []
+
+    async def publish(self, version: Version, directory: Path) -> None:
+        await super().publish(version, directory)
+        self.latest[version.experiment] = version.step
+
+    def register(self, experiment: str, weight: int, remaining_tokens: int | None) -> None:
+        self.told.append((experiment, weight, remaining_tokens))
+
+    def drop(self, experiment: str) -> None:
+        self.latest.pop(experiment, None)
+
+    def stats(self) -> Any:
+        return SimpleNamespace(generation=1, versions=())
+
+
+class Engine:
+    """One life of an engine with one slot, without HTTP."""
+
+    def __init__(self, storage: Path, epoch: int = 1, *, tenant_port: int | None = 9) -> None:
+        config = EngineConfig(
+            model="tiny",
+            storage=storage,
+            token_file=storage / "token",
+            tenant_port=tenant_port,
+            max_experiments=1,
+            max_rank=8,
+            max_model_len=512,
+        )
+        self.trainer, self.sampler = LocalTrainer(), ServingSampler(storage / f"versions-{epoch}")
+        self.sampler.folder.mkdir(parents=True)
+        self.supervisor = Supervisor(config, epoch, "0")
+        self.supervisor.open(Services(config, cast(Any, self.trainer), cast(Any, self.sampler), tokenizer()))
+
+    async def put(self, of: DesiredExperiment, **changes: Any) -> ExperimentReport:
+        return await self.supervisor.put(of.model_copy(update=changes))
+
+    async def until(self, uid: str, wanted: Any) -> ExperimentReport:
+        async with asyncio.timeout(60):
+            page = await self.supervisor.list()
+            while not (found := [r for r in page.items if r.uid == uid and wanted(r)]):
+                page = await self.supervisor.list(page.revision, 10)
+        return found[0]
+
+
+def one(uid: str = "0b6f2f6e-5d0c-4c58-9a36-3f0a51c1a001", **changes: Any) -> DesiredExperiment:
+    return desired(maxSteps=1).model_copy(update={"uid": uid, "serving_token": TOKEN} | changes)
+
+
+def has_ended(report: ExperimentReport) -> bool:
+    return report.phase is Phase.SUCCEEDED and not report.adapter_loaded
+
+
+async def test_what_is_served_after_its_end_holds_its_slot_and_no_trainer(tmp_path: Path) -> None:
+    engine, wanted = Engine(tmp_path), one()
+    await engine.put(wanted)
+    running = await engine.until(wanted.uid, lambda r: r.adapter_loaded)
+    assert running.serving is not None
+    assert running.serving.version == "e@0"
+    ended = await engine.until(wanted.uid, has_ended)
+    assert ended.keeps_slot
+    assert ended.serving is not None
+    assert ended.serving.version == "e@1"
+    assert TOKEN not in ended.model_dump_json()
+    assert engine.supervisor.info().experiments == 1
+    while engine.trainer.adapters:  # noqa: ASYNC110 - left in the run's last moments, untold
+        await asyncio.sleep(0)
+    assert engine.sampler.latest == {wanted.uid: 1}
+    assert engine.sampler.told[-1] == (wanted.uid, 100, None)
+    with pytest.raises(CapacityError, match="slots"):
+        await engine.put(one("another", serving_token=OTHER))
+    off = await engine.put(wanted, serving_token=None)
+    assert (off.keeps_slot, off.serving, engine.sampler.latest) == (False, None, {})
+    assert engine.supervisor.served.find(TOKEN) is None
+    await engine.put(one("another", serving_token=OTHER))
+
+
+async def test_a_later_epoch_serves_it_from_its_commit_and_never_trains_it(tmp_path: Path) -> None:
+    first, wanted = Engine(tmp_path), one()
+    await first.put(wanted)
+    await first.until(wanted.uid, has_ended)
+    (tmp_path / "experiments" / wanted.uid / "result.json").unlink()  # as of one that failed, or ended by a deadline
+    second = Engine(tmp_path, 2)
+    told = await second.put(wanted, mode=RunMode.SERVE, committed_step=1)
+    assert told.phase is Phase.SUCCEEDED
+    assert told.keeps_slot
+    served = await second.until(wanted.uid, lambda r: r.serving is not None and r.serving.version)
+    assert served.serving is not None
+    assert served.serving.version == "e@1"
+    assert second.sampler.latest == {wanted.uid: 1}
+    assert second.trainer.calls == []
+    again = await second.put(wanted, mode=RunMode.SERVE, committed_step=1)
+    assert again.revision == served.revision
+    await second.supervisor.delete(wanted.uid, files=False)
+    assert second.supervisor.served.find(TOKEN) is None
+    assert second.sampler.latest == {}
+
+
+async def test_what_has_no_commits_here_is_refused(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    with pytest.raises(CheckpointError, match="step 3 was committed"):
+        await engine.put(one(), mode=RunMode.SERVE, committed_step=3)
+    with pytest.raises(CheckpointError, match="no commits"):
+        await engine.put(one(), mode=RunMode.SERVE)
+    assert engine.supervisor.info().experiments == 0
+    assert engine.supervisor.served.find(TOKEN) is None
+
+
+async def test_a_damaged_commit_gives_the_slot_back_and_says_why(tmp_path: Path) -> None:
+    first, wanted = Engine(tmp_path), one()
+    await first.put(wanted)
+    await first.until(wanted.uid, has_ended)
+    second = Engine(tmp_path, 2)
+    (tmp_path / "experiments" / wanted.uid / "steps" / "00001" / "adapter_model.safetensors").write_bytes(b"torn")
+    second_report = second.put(wanted, mode=RunMode.SERVE)
+    with pytest.raises(EngineError, match="does not match its manifest"):
+        await second_report
+    assert second.supervisor.info().experiments == 0
+
+
+async def test_without_a_port_for_tenants_nothing_is_kept(tmp_path: Path) -> None:
+    engine, wanted = Engine(tmp_path, tenant_port=None), one()
+    await engine.put(wanted)
+    ended = await engine.until(wanted.uid, has_ended)
+    assert (ended.keeps_slot, ended.serving) == (False, None)
+    assert not engine.supervisor.info().serves
+    assert engine.supervisor.served.find(TOKEN) is None
+
+
+async def test_a_token_of_another_experiment_is_said(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.supervisor.served.admit("somebody", "else", TOKEN)
+    report = await engine.put(one())
+    assert report.serving is not None
+    assert "another experiment's" in report.serving.problem
+    mended = await engine.put(one(), serving_token=OTHER)
+    assert mended.serving is not None
+    assert mended.serving.problem == ""
+    await engine.until(report.uid, has_ended)
+
+
+def test_the_sampler_has_slots_for_what_tenants_hold() -> None:
+    config = EngineConfig(model="m", storage=Path("s"), token_file=Path("t"), max_experiments=3)
+    assert (config.served_versions, config.sampler_slots) == (0, 6)
+    with_tenants = EngineConfig(model="m", storage=Path("s"), token_file=Path("t"), max_experiments=3, tenant_port=9)
+    assert (with_tenants.served_versions, with_tenants.sampler_slots) == (2, 12)
