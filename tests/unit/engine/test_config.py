@@ -24,6 +24,14 @@ def test_defaults_are_a_cpu_engine() -> None:
     assert (config.resolved_dtype, config.served_name, config.sampler_slots) == ("float32", "m", 16)
 
 
+def test_a_port_for_tenants_needs_versions_and_is_not_the_control_apis() -> None:
+    assert parse().tenant_port is None
+    config = parse("--tenant-port=8000", "--max-experiments=3")
+    assert (config.tenant_port, config.served_versions, config.sampler_slots) == (8000, 2, 12)
+    with pytest.raises(ValueError, match="--tenant-port 8080 is the control API's"):
+        parse("--tenant-port=8080")
+
+
 def test_gpus_mean_bfloat16() -> None:
     config = parse("--sampler-gpus=4", "--data-parallel-size=4", "--trainer-gpus=1", "--model-name=x")
     assert (config.resolved_dtype, config.served_name) == ("bfloat16", "x")

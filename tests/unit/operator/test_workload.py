@@ -88,6 +88,7 @@ def test_every_flag_is_one_of_the_engines() -> None:
         dataVolumes=[{"name": "sets", "claimName": "c"}],
         sampler={"kvCacheMemory": "4Gi"},
         environments={"allowed": ["GSM8K", "HTTP"], "allowedHosts": ["*.team.svc", "a.svc:8000"]},
+        serving={"enabled": True},
     )
     assert of.spec is not None
     parser = argparse.ArgumentParser()
@@ -95,6 +96,7 @@ def test_every_flag_is_one_of_the_engines() -> None:
     config = from_arguments(parser.parse_args(arguments(of.spec)[1:]))
     assert str(config.data_volumes["sets"]) == "/data/sets"
     assert config.kv_cache_bytes == 4 << 30
+    assert config.tenant_port == 8000
     assert config.environments == ("GSM8K", "HTTP")
     assert config.environment_hosts == ("*.team.svc", "a.svc:8000")
 
@@ -147,6 +149,44 @@ def test_only_the_peers_that_are_named_reach_the_control_port() -> None:
     assert [port["port"] for port in rule["ports"]] == [pod["spec"]["containers"][0]["ports"][0]["containerPort"]]
     assert policy["spec"]["policyTypes"] == ["Ingress"], "where an engine may go is not clora's to say"
     assert stateful_set == child(ours(), "StatefulSet"), "no engine restarts for its policy"
+
+
+def test_without_serving_nothing_of_an_engine_changes() -> None:
+    text = json.dumps(manifests(ours(), json.dumps([{"podSelector": {}}])))
+    assert "tenants" not in text
+    assert "tenant-port" not in text
+
+
+@pytest.mark.parametrize(
+    ("allowed", "peers"),
+    [
+        ({}, [{"podSelector": {}}]),
+        ({"from": "All"}, [{"namespaceSelector": {}}]),
+        (
+            {"from": "Selector", "selector": {"matchLabels": {"team": "a"}}},
+            [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": {"team": "a"}}}],
+        ),
+    ],
+)
+def test_tenants_reach_their_port_and_not_the_control_port(
+    allowed: dict[str, Any], peers: list[dict[str, Any]]
+) -> None:
+    operator = [{"podSelector": {"matchLabels": {"app": "operator"}}}]
+    of = ours(serving={"enabled": True}, allowedNamespaces=allowed)
+    service, _, policy, _ = manifests(of, json.dumps(operator))
+    ports = {port["name"]: port["containerPort"] for port in container(of)["ports"]}
+    assert ports == {"control": 8080, "tenants": 8000}
+    assert {port["name"]: port["targetPort"] for port in service["spec"]["ports"]} == {
+        "control": "control",
+        "tenants": "tenants",
+    }
+    assert policy["spec"]["ingress"] == [
+        {"from": operator, "ports": [{"port": 8080, "protocol": "TCP"}]},
+        {"from": peers, "ports": [{"port": 8000, "protocol": "TCP"}]},
+    ]
+    assert "--tenant-port=8000" in container(of)["args"]
+    probes = [container(of)[f"{kind}Probe"]["httpGet"]["port"] for kind in ("startup", "liveness", "readiness")]
+    assert set(probes) == {"control"}
 
 
 def test_a_digest_tells_a_change() -> None:
