@@ -50,7 +50,8 @@ Clock = Callable[[], datetime]
 class Outcome:
     """What became of a plan. answer: of a PUT; released: the engine knows the experiment no longer; applied: digest of
     the manifests that the API server took, apply_error: why it refused them (None: there was nothing to apply);
-    made_secret: a Secret was to be made; conflict: somebody else wrote first."""
+    made_secret: a Secret is there, secret_problem: why the API server did not take one; conflict: somebody else wrote
+    first."""
 
     answer: Answer | None = None
     released: bool = False
@@ -58,6 +59,7 @@ class Outcome:
     apply_error: str | None = None
     written: bool = False
     made_secret: bool = False
+    secret_problem: str = ""
     conflict: bool = False
     errors: list[Exception] = field(default_factory=list)
 
@@ -100,8 +102,7 @@ class Actor:
                 gone = link is not None and await link.delete(action.uid, action.files)
                 outcome.released = gone and resource.meta.deleted is not None  # else it may come back
             case CreateToken():
-                await asyncio.to_thread(self._kube.create_secret, resource.meta.namespace, _secret(resource, action))
-                outcome.made_secret = True
+                await self._make_secret(resource, action, outcome)
             case ApplyWorkload():
                 await self._apply(action, outcome)
             case DeletePod():
@@ -124,6 +125,14 @@ class Actor:
         except EngineError as error:
             return Answer(digest, self._clock(), token, error=str(error))
         return Answer(digest, self._clock(), token)
+
+    async def _make_secret(self, resource: Experiment | Engine, action: CreateToken, outcome: Outcome) -> None:
+        try:
+            await asyncio.to_thread(self._kube.create_secret, resource.meta.namespace, _secret(resource, action))
+        except KubeError as error:
+            outcome.secret_problem = clip(error.reason, 1024)
+            raise
+        outcome.made_secret = True
 
     async def _apply(self, action: ApplyWorkload, outcome: Outcome) -> None:
         try:

@@ -55,6 +55,9 @@ def served(o: ObservedExperiment, seconds_silent: float, settings: Settings) -> 
     if o.serving_secret.foreign:
         message = f"Secret {o.serving_secret.name} exists and is not this experiment's: remove it"
         return Verdict("False", Reason.SECRET_IN_USE, message)
+    if o.serving_secret.token is None and o.memory.secret_problem:
+        message = f"Secret {o.serving_secret.name} cannot be made: {o.memory.secret_problem}"
+        return Verdict("False", Reason.SECRET_REFUSED, message)
     view = o.view
     if view is None or not view.reachable or view.info is None:
         if seconds_silent < settings.unreachable_grace_seconds:
@@ -137,7 +140,8 @@ def serving_after_the_end(case: Case) -> Plan:
     delay = delay_of_write(weight, o.memory.last_write, case.now, settings)
     write = weight != "none" and delay == 0
     made = secret_actions(o)
-    waits = [again, delay or None, 0.0 if made else None, _until_said(case) if wanted else None]
+    # no event tells of a Secret that has come, gone or changed
+    waits = [again, delay or None, 0.0 if made else None, *((_until_said(case), LOOK_AGAIN_SECONDS) if wanted else ())]
     return Plan(
         actions=(*made, *((action,) if action else ())),
         status=new if write else None,

@@ -252,7 +252,12 @@ _NO_NEWS_OF_SERVING = {
     Reason.WAITING_FOR_ENGINE,
     Reason.NOT_SERVED,
 }
-_TROUBLE_OF_SERVING = {Reason.SERVING_FAILED, Reason.SECRET_IN_USE, Reason.SERVING_NOT_OFFERED}
+_TROUBLE_OF_SERVING = {
+    Reason.SERVING_FAILED,
+    Reason.SECRET_IN_USE,
+    Reason.SECRET_REFUSED,
+    Reason.SERVING_NOT_OFFERED,
+}
 
 # reasons of Attached with which a preemption is over
 _NOT_PREEMPTED = {Reason.ENGINE_CONFIRMED, Reason.SUSPENDING, Reason.SUSPENDED}

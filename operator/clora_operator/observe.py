@@ -72,6 +72,7 @@ class Memory:
     released: bool = False  # the engine knows it no longer
     wants_slot: bool = False
     serving_secret: ServingSecret | None = None  # as it was last read
+    secret_problem: str = ""  # why the API server did not take a new one
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,7 @@ class Reconciler:
             last_write=self._clock() if outcome.written else observed.memory.last_write,
             wants_slot=plan.wants_slot,
             serving_secret=None if outcome.made_secret else observed.memory.serving_secret,
+            secret_problem="" if outcome.made_secret else outcome.secret_problem or observed.memory.secret_problem,
         )
         if wants_changed:
             self._placement_due.set()

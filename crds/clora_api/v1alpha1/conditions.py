@@ -71,6 +71,7 @@ class Reason(StrEnum):
     SERVING_NOT_OFFERED = "ServingNotOffered"  # by its engine
     SERVING_FAILED = "ServingFailed"  # the engine could not load its last commit
     SECRET_IN_USE = "SecretInUse"  # noqa: S105 - the Secret for its token belongs to something else
+    SECRET_REFUSED = "SecretRefused"  # noqa: S105 - by the API server, for a quota say
     NOT_ATTACHED = "NotAttached"  # it trains, and has no adapter on the engine now
     # Failed
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"

@@ -180,6 +180,13 @@ def test_without_dns_it_is_the_services_address() -> None:
     ("fields", "verdict"),
     [
         ({"serving_secret": ServingSecret("one-serving", None, foreign=True, at=NOW)}, ("False", "SecretInUse")),
+        (
+            {
+                "serving_secret": ServingSecret("one-serving", None, foreign=False, at=NOW),
+                "memory": Memory(secret_problem="exceeded quota: secrets"),
+            },
+            ("False", "SecretRefused"),
+        ),
         ({"engine": engine(image="i")}, ("False", "ServingNotOffered")),
         ({"offers": False}, ("False", "ServingNotOffered")),
         ({"serving": ReportedServing()}, ("False", "NotAttached")),
@@ -217,7 +224,7 @@ def test_it_keeps_its_slot_and_says_so() -> None:
     assert said(plan, "Served") == ("True", "Serving")
     assert "keeps its slot" in message(plan, "Attached")
     after = replace(as_stored(of, plan), spec=of.spec)
-    assert decide(after, view=serves(is_served(of)), memory=told(of)) == Plan(wants_slot=True)
+    assert decide(after, view=serves(is_served(of)), memory=told(of)) == Plan(wants_slot=True, requeue_after=30)
 
 
 def test_an_engine_that_knows_nothing_of_it_is_told_to_serve_and_not_to_train() -> None:
@@ -293,7 +300,10 @@ def test_a_full_engine_is_asked_again_after_a_pause(seconds: float, asked: bool)
 def test_its_ttl_goes_on() -> None:
     of = ended("Succeeded", ttlSecondsAfterFinished=100)
     plan = decide(of, view=serves(is_served(of)), memory=told(of))
-    assert plan.requeue_after == 40
+    assert plan.requeue_after == 30
+    soon = decide_experiment(look(of, view=serves(is_served(of))), NOW + timedelta(seconds=35), SETTINGS)
+    assert soon.requeue_after is not None
+    assert soon.requeue_after <= 5
     later = decide_experiment(look(of, view=serves(is_served(of))), NOW + timedelta(seconds=41), SETTINGS)
     assert later.actions == (DeleteExperiment(),)
 
