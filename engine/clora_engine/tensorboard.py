@@ -13,6 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
+
 log = logging.getLogger(__name__)
 
 
@@ -31,15 +35,11 @@ class TensorBoard:
             return
         try:
             self._add(line)
-        except (OSError, ImportError) as error:
+        except OSError as error:
             log.warning("no more TensorBoard events in %s: %s", self._folder.parent.name, error)
             self._given_up = True
 
     def _add(self, line: Mapping[str, Any]) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import scalar
-
         step = int(line["step"])
         if self._writer is None:
             self._folder.mkdir(exist_ok=True)

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboardX.crc32c import crc32c
+from tensorboardX.proto.event_pb2 import Event
 
 from clora_engine.tensorboard import TensorBoard
 from tests.unit.engine.loop import Life, desired
 
-pytest.importorskip("tensorboardX", reason="the environment was set up before the engine needed tensorboardX")
-
 
 def events(folder: Path) -> list[Any]:
     """All events in the order of their files: TFRecords, each a length, its checksum, the data and its checksum."""
-    from tensorboardX.crc32c import crc32c
-    from tensorboardX.proto.event_pb2 import Event
 
     def masked(data: bytes) -> int:
         crc: int = crc32c(data)
