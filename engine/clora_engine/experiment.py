@@ -37,6 +37,7 @@ from clora_api.control import (
 )
 from clora_engine import plan as planning
 from clora_engine import stop_when
+from clora_engine.after_end import AfterEnd
 from clora_engine.errors import CheckpointError, EngineError, StorageFullError, TrainerDied, UserError
 from clora_engine.journal import Commit, Journal
 from clora_engine.patience import Patience
@@ -90,9 +91,7 @@ class Experiment:
         self._activity = ""
         self._loaded = False
         self._stopping = False  # leave the slot at the end of the present step
-        self.keeps_slot = False  # it has ended, and is served
-        self._served_step: int | None = None  # once it has ended: the version's, while it is on the sampler
-        self._serving_problem = ""
+        self._after = AfterEnd(services.sampler, desired.uid)
         self.token_taken = False  # its serving token is another experiment's
         self._delete_files = False
 
@@ -137,7 +136,7 @@ class Experiment:
         if at_the_gate and desired.spec.weight != before.spec.weight:
             self._services.sampler.register(desired.uid, desired.spec.weight, self._remaining)
         if not self._wants_serving:
-            self._stop_serving()
+            self._after.stop()
         if desired != before:
             self._changed()
 
@@ -155,6 +154,11 @@ class Experiment:
         return self.phase in OCCUPYING or self.keeps_slot
 
     @property
+    def keeps_slot(self) -> bool:
+        """It has ended, and is served."""
+        return self._after.keeps_slot
+
+    @property
     def _wants_serving(self) -> bool:
         asked = self._services.config.tenant_port is not None and self.desired.serving_token is not None
         return asked and self.desired.mode is not RunMode.SUSPEND
@@ -164,7 +168,7 @@ class Experiment:
         return self._wants_serving and self.desired.mode is RunMode.SERVE and not self.occupying
 
     def serving_starts(self) -> None:
-        self.keeps_slot = True
+        self._after.begin()
         self._changed()
 
     def starting(self) -> None:
@@ -173,7 +177,7 @@ class Experiment:
 
     def stop_for_deletion(self, *, files: bool) -> None:
         self.phase, self._delete_files, self._stopping = Phase.DELETING, files, True
-        self._stop_serving()
+        self._after.stop()
         self._changed()
 
     def stop_for_shutdown(self) -> None:
@@ -305,9 +309,9 @@ class Experiment:
                 self._outcome.message = stop_when.reason(plan.spec.stop_when)
             await self._patience.keep(self._write_result)
             if not self._deleting():  # asked for meanwhile
-                # all at once: nobody may take its slot in between
-                self.phase, self.keeps_slot = Phase.SUCCEEDED, self._wants_serving
-                self._served_step = self._progress.published_step
+                self.phase = Phase.SUCCEEDED
+                if self._wants_serving:  # at once: nobody may take its slot in between
+                    self._after.keep(self._progress.published_step)
         elif self.desired.mode is not RunMode.RUN:
             self.phase = Phase.SUSPENDED
 
@@ -320,7 +324,7 @@ class Experiment:
         self._changed()
 
     def _fail(self, error: Exception) -> None:
-        self._stop_serving()
+        self._after.stop()
         if self.phase is Phase.DELETING:
             log.warning("%s: %s while it was being deleted", self.desired.uid, error)
             return
@@ -344,10 +348,7 @@ class Experiment:
             await self._training.close()
         except EngineError as error:
             log.debug("%s: %s", self.desired.uid, error)
-        if self.keeps_slot:
-            self._services.sampler.register(self.desired.uid, self.desired.spec.weight, None)
-        else:
-            self._services.sampler.drop(self.desired.uid)
+        self._after.leave_trainer(self.desired.spec.weight)
         try:
             await self._services.trainer.delete(self.desired.uid)
         except EngineError as error:
@@ -360,27 +361,16 @@ class Experiment:
 
     async def serve(self) -> None:
         """Brings the last commit back to the sampler, for one that has ended. Raises nothing but CancelledError."""
-        uid = self.desired.uid
-        try:
-            commit = await asyncio.to_thread(self._journal.read_commit)
-            if commit is None:
-                raise CheckpointError(f"{uid} has no commits to serve")
-            self._commit = commit
-            self._services.sampler.register(uid, self.desired.spec.weight, None)
-            await self._training.publish_commit(commit)
-            self._served_step, self._serving_problem = commit.manifest.step, ""
-        except Exception as error:
-            if self.keeps_slot:  # else it was told to stop meanwhile
-                log.warning("%s cannot be served: %s", uid, error)
-                self._serving_problem = str(error)[:1024]
-                self._stop_serving()
+        await self._after.load(self.desired.spec.weight, self._publish_last_commit)
         self._changed()
 
-    def _stop_serving(self) -> None:
-        """Of one that has ended; requests under way are finished."""
-        if self.keeps_slot:
-            self.keeps_slot, self._served_step = False, None
-            self._services.sampler.drop(self.desired.uid)
+    async def _publish_last_commit(self) -> int:
+        commit = await asyncio.to_thread(self._journal.read_commit)
+        if commit is None:
+            raise CheckpointError(f"{self.desired.uid} has no commits to serve")
+        self._commit = commit
+        await self._training.publish_commit(commit)
+        return commit.manifest.step
 
     def _set_activity(self, activity: str) -> None:
         self._activity = activity
@@ -422,9 +412,9 @@ class Experiment:
         if self.token_taken:
             problem = "its token is another experiment's: delete its Secret, so that a new one is made"
             return ReportedServing(problem=problem)
-        step = self._progress.published_step if self._loaded else self._served_step if self.keeps_slot else None
+        step = self._progress.published_step if self._loaded else self._after.step
         version = "" if step is None else f"{self.desired.name}@{step}"
-        return ReportedServing(version=version, problem="" if version else self._serving_problem)
+        return ReportedServing(version=version, problem="" if version else self._after.problem)
 
     async def _write_result(self) -> None:
         report = self.report(0).model_copy(update={"phase": Phase.SUCCEEDED})

@@ -23,7 +23,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from clora_engine.chat import Renderer
+from clora_engine.chat import MessagesError, Renderer
 from clora_engine.environments.protocol import Message
 from clora_engine.errors import CapacityError, EngineError, TransientError, UserError
 from clora_engine.server import openai
@@ -50,12 +50,33 @@ class Words:
         self._made: tuple[Any, Renderer] | None = None
 
     async def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Raises UserError for a conversation that the model's template does not hold."""
-        return await self._call(lambda: self._parts()[1].prompt(messages))
+        """Raises RequestError for a conversation that the model's template or context does not hold."""
+
+        def render() -> list[int]:
+            self._check_length(sum(len(message.content) for message in messages))
+            try:
+                return self._parts()[1].prompt(messages)
+            except MessagesError as error:
+                raise RequestError(400, str(error), param="messages", code="invalid_value") from None
+
+        return await self._call(render)
 
     async def prompt(self, text: str) -> list[int]:
-        ids: list[int] = await self._call(lambda: self._parts()[0].encode(text))
-        return ids
+        """Raises RequestError for what cannot fit the context."""
+
+        def encode() -> list[int]:
+            self._check_length(len(text))
+            ids: list[int] = self._parts()[0].encode(text)
+            return ids
+
+        return await self._call(encode)
+
+    def _check_length(self, characters: int) -> None:
+        """What cannot fit by its characters alone is not encoded, which takes seconds for a MiB."""
+        context = self._supervisor.max_model_len
+        if characters // self._parts()[1].longest_token >= context:
+            message = f"the prompt has {characters} characters, which do not fit a context of {context} tokens"
+            raise RequestError(400, message, code="context_length_exceeded")
 
     async def stop_token_ids(self) -> tuple[int, ...]:
         return await self._call(lambda: self._parts()[1].stop_token_ids)

@@ -168,6 +168,25 @@ async def test_what_would_be_answered_differently_is_refused_by_its_name(
     assert engine.sampler.sampled == before
 
 
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [("a<|im_end|>b", "invalid_value"), ("word " * 100_000, "context_length_exceeded")],
+)
+async def test_what_the_template_or_the_context_does_not_hold(tenant: Tenant, content: str, code: str) -> None:
+    engine, client = tenant
+    answer = await client.post("/v1/chat/completions", json=CHAT | {"messages": [{"role": "user", "content": content}]})
+    assert (answer.status_code, problem(answer)["code"]) == (400, code)
+    assert engine.sampler.sampled == 0
+
+
+async def test_a_raw_prompt_may_hold_special_tokens_and_has_to_fit(tenant: Tenant) -> None:
+    _, client = tenant
+    raw = {"model": "e", "prompt": "<|im_start|>user\nHow many?<|im_end|>\n"}
+    assert (await client.post("/v1/completions", json=raw)).status_code == 200
+    answer = await client.post("/v1/completions", json=raw | {"prompt": "word " * 100_000})
+    assert problem(answer)["code"] == "context_length_exceeded"
+
+
 def test_what_asks_for_nothing_passes() -> None:
     asks_for_nothing: dict[str, Any] = {
         **{"stream": False, "top_p": 1.0, "tools": [], "stop": None, "logit_bias": {}, "user": "me", "metadata": {}},
