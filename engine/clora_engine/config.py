@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from clora_api.v1alpha1.engine import MAX_TRAINER_SLOTS, Scheduling
-from clora_api.v1alpha1.experiment import EnvironmentName
+from clora_api.v1alpha1.experiment import MAX_OFF_POLICY_STEPS, EnvironmentName
 from clora_engine.environments.http_addresses import AllowedHost
 
 SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
@@ -37,6 +37,7 @@ class EngineConfig:
     tenant_port: int | None = None  # where tenants reach their adapters (serving.py); None: nowhere
     max_experiments: int = 8
     max_rank: int = 32
+    max_off_policy_steps: int = 2  # of an experiment
     data_volumes: dict[str, Path] = field(default_factory=dict)  # name -> folder that experiments may read
     environments: tuple[str, ...] = ()  # that experiments may name; none: all
     environment_hosts: tuple[str, ...] = ()  # that environment HTTP may reach
@@ -77,9 +78,10 @@ class EngineConfig:
 
     @property
     def sampler_slots(self) -> int:
-        """Versions that the sampler may have to hold at once: of each experiment the one being sampled, the one being
-        published, and those that tenants' requests have begun with."""
-        return (2 + self.served_versions) * self.max_experiments
+        """Versions that the sampler may have to hold at once. For every experiment: the one being published, the
+        newest, those that its trajectories may be older by, and those that tenants' requests have begun with; so that
+        whoever has a slot has room for its versions."""
+        return (self.max_off_policy_steps + 2 + self.served_versions) * self.max_experiments
 
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -98,6 +100,12 @@ def _slots(text: str) -> int | None:
         return None
     if not text.isdigit() or not 1 <= int(text) <= MAX_TRAINER_SLOTS:
         raise argparse.ArgumentTypeError(f"{text!r} is neither Auto nor a number from 1 to {MAX_TRAINER_SLOTS}")
+    return int(text)
+
+
+def _steps(text: str) -> int:
+    if not text.isdigit() or int(text) > MAX_OFF_POLICY_STEPS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MAX_OFF_POLICY_STEPS}")
     return int(text)
 
 
@@ -136,6 +144,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tenant-port", type=int, default=None, help="port on which tenants reach their adapters (default: none)")
     add("--max-experiments", type=int, default=8, help="experiments attached at once")
     add("--max-rank", type=int, default=32, help="highest LoRA rank")
+    add(
+        "--max-off-policy-steps", type=_steps, default=2, metavar="N", help="highest maxOffPolicySteps of an experiment"
+    )
     add("--data-volume", type=_volume, action="append", default=[], metavar="NAME=PATH", dest="data_volumes")
     add(
         "--environment",

@@ -120,7 +120,9 @@ class Experiment:
         return self._plan
 
     def check_update(self, desired: DesiredExperiment) -> None:
-        """Raises UserError when `desired` changes what cannot change."""
+        """Raises UserError when `desired` changes what cannot change, or asks for what this engine does not take; it
+        then goes on as it was."""
+        planning.check(desired.spec, self._services.config)
         for field in IMMUTABLE:
             if getattr(desired.spec, field) != getattr(self.desired.spec, field):
                 raise UserError(f"{to_camel(field)} cannot change: create a new experiment", field=to_camel(field))

@@ -104,7 +104,7 @@ def build(desired: DesiredExperiment, config: EngineConfig, tokenizer: Any) -> P
     """Checks a desired experiment against this engine. Blocking: it reads data, and asks an HTTP environment to
     describe itself. Raises UserError, or TransientError when that environment does not answer."""
     spec = desired.spec
-    _check_numbers(spec, config)
+    check(spec, config)
     factory = environments.create(spec.environment.name, spec.environment.arguments, builders=_environments(config))
     renderer = Renderer(tokenizer, factory.tools)
     if spec.environment.max_turns > 1:
@@ -136,7 +136,8 @@ def max_context(spec: ExperimentSpec, config: EngineConfig) -> int:
     return min(config.max_model_len, spec.environment.max_episode_tokens or config.max_model_len)
 
 
-def _check_numbers(spec: ExperimentSpec, config: EngineConfig) -> None:
+def check(spec: ExperimentSpec, config: EngineConfig) -> None:
+    """What can be checked without reading anything. Raises UserError."""
     if spec.lora.rank > config.max_rank:
         raise UserError(
             f"lora.rank {spec.lora.rank} is above this engine's maxRank {config.max_rank}",
@@ -177,22 +178,15 @@ def _check_algorithm(spec: ExperimentSpec, config: EngineConfig) -> None:
             raise UserError(
                 f"algorithm.{name} is for estimators that sample: leave it out for SFT", field=f"algorithm.{name}"
             )
-    held = versions_held(spec) + config.served_versions
-    if held > config.sampler_slots:
+    if algorithm.max_off_policy_steps > config.max_off_policy_steps:
         raise UserError(
-            f"algorithm.maxOffPolicySteps {algorithm.max_off_policy_steps} needs {held} versions on the"
-            f" sampler, and this engine's holds {config.sampler_slots}",
+            f"algorithm.maxOffPolicySteps {algorithm.max_off_policy_steps} is above this engine's"
+            f" capacity.maxOffPolicySteps {config.max_off_policy_steps}",
             field="algorithm.maxOffPolicySteps",
         )
     for name in ("beta1", "beta2"):
         if not 0.0 <= number(getattr(spec.algorithm.optimizer, name)) < 1.0:
             raise UserError(f"algorithm.optimizer.{name} must be below 1", field=f"algorithm.optimizer.{name}")
-
-
-def versions_held(spec: ExperimentSpec) -> int:
-    """Versions that the sampler may have to hold for it at once: the one being published, the newest, and those that
-    its trajectories may be older by."""
-    return spec.algorithm.max_off_policy_steps + 2
 
 
 def _lora(spec: ExperimentSpec) -> LoraConfig:

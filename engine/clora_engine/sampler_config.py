@@ -33,7 +33,7 @@ class SamplerConfig:
     model           directory of the base model
     versions_root   directory for adapter versions, on a tmpfs; made with mode 0700, emptied at start and end
     dtype           of weights and KV cache: "auto", "float32", "bfloat16", ...
-    slots           LoRA versions held at once: sum over experiments of maxOffPolicySteps + 2, and those evaluated
+    slots           LoRA versions held at once: maxOffPolicySteps + 2 for every experiment, and those served
     kv_cache_bytes  per data-parallel rank; None leaves it to vLLM
     threads         OpenMP threads per rank on a CPU; None leaves it to vLLM
     shares_cores    whether these threads sleep while they wait, for others need the cores too

@@ -23,10 +23,9 @@ from clora_api.control import (
     spec_digest,
 )
 from clora_engine.config import EngineConfig
-from clora_engine.errors import CapacityError, UserError
+from clora_engine.errors import CapacityError
 from clora_engine.experiment import Experiment, reported_checkpoint
 from clora_engine.journal import Journal
-from clora_engine.plan import versions_held
 from clora_engine.sampler import Sampler, SamplerStats
 from clora_engine.serving import ServedAdapters
 from clora_engine.training import Services
@@ -130,13 +129,6 @@ class Supervisor:
         )
         if wants_slot or (desired.mode is RunMode.SERVE and not known.occupying):
             self._require_slot(desired)
-        elif (
-            known.occupying and not known.keeps_slot and versions_held(desired.spec) > versions_held(known.desired.spec)
-        ):
-            try:
-                self._require_slot(desired)
-            except CapacityError as error:  # it keeps its slot, and goes on as it was
-                raise UserError(str(error), field="algorithm.maxOffPolicySteps") from None
         known.update(desired)
 
     def _require_slot(self, desired: DesiredExperiment) -> None:
@@ -145,17 +137,6 @@ class Supervisor:
         holders = [e for uid, e in self._experiments.items() if uid != desired.uid and e.occupying]
         if len(holders) >= self._config.max_experiments:
             raise CapacityError(f"all {self._config.max_experiments} slots of the engine are in use")
-        held = sum(self._versions(e.desired, ended=e.keeps_slot) for e in holders)
-        needed, slots = self._versions(desired, ended=desired.mode is RunMode.SERVE), self._config.sampler_slots
-        if held + needed > slots:
-            raise CapacityError(
-                f"the sampler holds {slots} versions, {held} of them for other experiments; with its maxOffPolicySteps"
-                f" this one needs {needed}"
-            )
-
-    def _versions(self, desired: DesiredExperiment, *, ended: bool) -> int:
-        """That the sampler may have to hold for it at once; of one that is only served, its last."""
-        return (1 if ended else versions_held(desired.spec)) + self._config.served_versions
 
     def _let_in(self, experiment: Experiment) -> None:
         """Those who have its serving token, and nobody else."""

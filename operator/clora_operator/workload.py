@@ -236,6 +236,7 @@ def arguments(spec: EngineSpec) -> list[str]:
         "token-file": f"{_TOKEN}/token",
         "max-experiments": spec.capacity.max_experiments,
         "max-rank": spec.capacity.max_rank,
+        "max-off-policy-steps": spec.capacity.max_off_policy_steps,
         "sampler-gpus": sampler.gpus,
         "tensor-parallel-size": sampler.tensor_parallel_size,
         "data-parallel-size": sampler.data_parallel_size,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from clora_api.v1alpha1.base import ApiModel, LabelName, ObjectName, RelativePath, StatusModel, rules
-from clora_api.v1alpha1.experiment import Condition, EnvironmentName, LabelKey, LabelValue
+from clora_api.v1alpha1.experiment import MAX_OFF_POLICY_STEPS, Condition, EnvironmentName, LabelKey, LabelValue
 
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([kKMGTPE]i?|m)?$", max_length=32)]
 
@@ -70,6 +70,13 @@ class Capacity(ApiModel):
     )
     max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
         32, description="Highest LoRA rank; every slot of the sampler is this large."
+    )
+    max_off_policy_steps: int = Field(
+        2,
+        ge=0,
+        le=MAX_OFF_POLICY_STEPS,
+        description="Highest algorithm.maxOffPolicySteps of an experiment. The sampler sets aside so many slots, and"
+        " two more, for each of maxExperiments.",
     )
 
 

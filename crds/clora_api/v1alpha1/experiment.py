@@ -19,6 +19,7 @@ from clora_api.v1alpha1.base import (
 )
 from clora_api.v1alpha1.conditions import State
 
+MAX_OFF_POLICY_STEPS = 16
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -182,10 +183,10 @@ class Algorithm(ApiModel):
     max_off_policy_steps: int = Field(
         0,
         ge=0,
-        le=16,
+        le=MAX_OFF_POLICY_STEPS,
         description="Steps by which the policy that draws a trajectory may be older than the one that is trained on it."
-        " 0: they are the same. With n, the next n steps are drawn while one is trained; the engine's sampler then"
-        " holds n + 2 versions for this experiment.",
+        " 0: they are the same. With n, the next n steps are drawn while one is trained. The engine's"
+        " capacity.maxOffPolicySteps is the most that it takes.",
     )
     max_importance_weight: DecimalString | None = Field(
         None,

@@ -21,13 +21,14 @@ def parse(*flags: str) -> EngineConfig:
 
 def test_defaults_are_a_cpu_engine() -> None:
     config = parse()
-    assert (config.resolved_dtype, config.served_name, config.sampler_slots) == ("float32", "m", 16)
+    assert (config.resolved_dtype, config.served_name, config.sampler_slots) == ("float32", "m", 32)
+    assert parse("--max-experiments=3", "--max-off-policy-steps=0").sampler_slots == 6
 
 
 def test_a_port_for_tenants_needs_versions_and_is_not_the_control_apis() -> None:
     assert parse().tenant_port is None
     config = parse("--tenant-port=8000", "--max-experiments=3")
-    assert (config.tenant_port, config.served_versions, config.sampler_slots) == (8000, 2, 12)
+    assert (config.tenant_port, config.served_versions, config.sampler_slots) == (8000, 2, 18)
     with pytest.raises(ValueError, match="--tenant-port 8080 is the control API's"):
         parse("--tenant-port=8080")
 
@@ -80,6 +81,8 @@ def test_environments_and_their_hosts() -> None:
         "--data-volume=a=relative",
         "--kv-cache-memory=4 GB",
         "--trainer-slots=0",
+        "--max-off-policy-steps=-1",
+        "--max-off-policy-steps=17",
         "--trainer-slots=auto",
         "--gradient-checkpointing=yes",
     ],

@@ -310,6 +310,6 @@ async def test_a_token_of_another_experiment_is_said(tmp_path: Path) -> None:
 
 def test_the_sampler_has_slots_for_what_tenants_hold() -> None:
     config = EngineConfig(model="m", storage=Path("s"), token_file=Path("t"), max_experiments=3)
-    assert (config.served_versions, config.sampler_slots) == (0, 6)
+    assert (config.served_versions, config.sampler_slots) == (0, 12)
     with_tenants = EngineConfig(model="m", storage=Path("s"), token_file=Path("t"), max_experiments=3, tenant_port=9)
-    assert (with_tenants.served_versions, with_tenants.sampler_slots) == (2, 12)
+    assert (with_tenants.served_versions, with_tenants.sampler_slots) == (2, 18)

@@ -38,6 +38,7 @@ def test_the_command_line_of_the_defaults() -> None:
         "--token-file=/run/clora/token/token",
         "--max-experiments=8",
         "--max-rank=32",
+        "--max-off-policy-steps=2",
         "--sampler-gpus=4",
         "--tensor-parallel-size=1",
         "--data-parallel-size=4",
