@@ -84,11 +84,11 @@ class Observer:
         )
 
     async def _serving_secret(self, experiment: Experiment, memory: Memory) -> ServingSecret | None:
-        """Read again after SECRET_SECONDS, and while it has no token: no event tells of a Secret."""
+        """Read again after SECRET_SECONDS, for no event tells of a Secret."""
         if not experiment.asks_to_be_served:
             return None
         known, now = memory.serving_secret, self._clock()
-        if known is not None and known.token and (now - known.at).total_seconds() < SECRET_SECONDS:
+        if known is not None and (now - known.at).total_seconds() < SECRET_SECONDS:
             return known
         name = secret_name(experiment)
         found = await asyncio.to_thread(self._kube.secret, experiment.meta.namespace, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ from clora_operator.decide_serving import secret_name
 from clora_operator.desired import to_be_served, token_digest
 from clora_operator.links import EngineView
 from clora_operator.observe import Answer, Memory, ObservedExperiment, ServingSecret
-from clora_operator.observer import claims
+from clora_operator.observer import Observer, claims
 from clora_operator.placement import place
 from clora_operator.plan import CreateToken, DeleteExperiment, DeleteOnEngine, Plan, PutOnEngine
 from clora_operator.resources import Engine, Experiment, to_rfc3339
@@ -361,6 +362,43 @@ def test_a_higher_priority_takes_the_slot_of_what_is_only_served_first() -> None
     holders = [holder("served", 1, served=True), holder("trains", 2)]
     assert leaving(place([room(capacity=2)], [*holders, claim("high", 9, priority=10)])) == {"served": "high"}
     assert leaving(place([room(capacity=2)], [*holders, claim("equal", 9)])) == {}
+
+
+@pytest.mark.parametrize(
+    ("owner", "data", "token", "foreign"),
+    [
+        (None, None, None, False),
+        (UID, TOKEN, TOKEN, False),
+        (UID, f"{TOKEN}\n", TOKEN, False),
+        ("a-namesake-that-is-gone", TOKEN, None, True),
+        (None, TOKEN, None, True),
+        (UID, "short", None, True),
+        (UID, "x" * 513, None, True),
+    ],
+)
+async def test_only_its_own_secret_counts_and_is_read_now_and_then(
+    owner: str | None, data: str | None, token: str | None, foreign: bool
+) -> None:
+    reads = []
+    now = NOW
+
+    class Secrets:
+        def secret(self, namespace: str, name: str) -> dict[str, Any] | None:
+            reads.append((namespace, name))
+            owners = [{"uid": owner}] if owner else []
+            encoded = {"token": base64.b64encode((data or "").encode()).decode()}
+            return {"metadata": {"ownerReferences": owners}, "data": encoded} if data is not None else None
+
+    observer = Observer(Secrets(), Cache(), None, priority_classes(), lambda: now)  # type: ignore[arg-type]
+    found = await observer._serving_secret(ended(), Memory())
+    assert found is not None
+    assert (found.token, found.foreign) == (token, foreign)
+    assert TOKEN not in repr(found)
+    assert await observer._serving_secret(ended(), Memory(serving_secret=found)) is found
+    now = NOW + timedelta(seconds=31)
+    await observer._serving_secret(ended(), Memory(serving_secret=found))
+    assert reads == [("team", "one-serving")] * 2
+    assert await observer._serving_secret(ended("Failed"), Memory()) is None
 
 
 def test_names_of_secrets_are_names() -> None:
