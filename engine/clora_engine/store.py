@@ -110,17 +110,18 @@ class AdapterStore:
         self.device = device
         self.pinned = device.type == "cuda"
         self._slots: list[Slot] = []
-        self.slots = slots
         self._slot_floats = slot_floats
         self._host_limit_bytes = host_limit_bytes
         self._spill_directory = spill_directory
         self._states: dict[str, AdapterState] = {}  # in the order of use, the latest last
+        self.slots = slots
         self._in_pass: frozenset[str] = frozenset()
         self._copies = torch.cuda.Stream(device) if self.pinned else None  # type: ignore[no-untyped-call]
 
     @property
     def slots(self) -> int:
-        """Adapters that a pass may use together. With fewer than before, adapters leave the slots that go."""
+        """Adapters that a pass may use together. With fewer than before, adapters leave the slots that go. All are
+        allocated at once: device memory that is missing is missing here, and not in the pass of some tenant."""
         return self._capacity - self.pinned
 
     @slots.setter
@@ -130,6 +131,8 @@ class AdapterStore:
             if slot.owner is not None:
                 self.sync(slot.owner)
         del self._slots[self._capacity :]
+        while len(self._slots) < self._capacity:
+            self._slots.append(Slot.allocate(self._slot_floats, self.device))
 
     def __contains__(self, adapter: str) -> bool:
         return adapter in self._states
@@ -202,8 +205,8 @@ class AdapterStore:
         if slot is not None:
             slot.owner = None
 
-    def _used(self, adapter: str, keep: Collection[str]) -> AdapterState:
-        """The state, in host memory and last in the order of use."""
+    def _used(self, adapter: str, keep: Collection[str] = ()) -> AdapterState:
+        """The state, in host memory and last in the order of use. keep: adapters that must not be spilled for it."""
         state = self.state(adapter)
         if state.cold is not None:
             self._make_room(state.host_bytes, keep={adapter, *keep})
@@ -225,14 +228,15 @@ class AdapterStore:
 
     def prefetch(self, adapter: str) -> None:
         """Brings the adapter into the spare slot while the device computes the pass that `swap_in` was called for, to
-        be called before that is queued. Does nothing on a CPU, nor for an adapter that is unknown or cold."""
+        be called before that is queued. Does nothing on a CPU, nor for an adapter that is unknown or cold, and never
+        asks for memory: the pass is another tenant's."""
         state = self._states.get(adapter)
         if self._copies is not None and state is not None and state.cold is None:
             self._live(adapter)
 
     def sync(self, adapter: str) -> AdapterState:
         """Copies back what changed in the adapter's slot, so that the host's vectors are current; the adapter stays."""
-        state = self._used(adapter, self._in_pass)
+        state = self._used(adapter)
         slot = self._slot_of(adapter)
         if slot is not None:
             with self._copying(slot):
@@ -266,13 +270,10 @@ class AdapterStore:
         return next((slot for slot in self._slots if slot.owner == adapter), None)
 
     def _free_slot(self, adapter: str) -> Slot:
-        """One without an owner, a new one, or that of the adapter which was not used for longest and is not needed."""
+        """One without an owner, or that of the adapter which was not used for longest and is not needed."""
         free = next((slot for slot in self._slots if slot.owner is None), None)
         if free is not None:
             return free
-        if len(self._slots) < self._capacity:
-            self._slots.append(Slot.allocate(self._slot_floats, self.device))
-            return self._slots[-1]
         owners = {slot.owner: slot for slot in self._slots}
         idle = next(name for name in self._states if name in owners and name not in self._in_pass and name != adapter)
         return owners[idle]

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from clora_engine.trainer_pass import Request, accumulate
 from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
 
 log = logging.getLogger("clora.trainer")
+
+T = TypeVar("T")
 
 
 class Trainer:
@@ -189,13 +192,19 @@ class Trainer:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def forward(self, adapter: str, rows: Sequence[Row], *, temperature: float = 1.0) -> list[list[list[float]]]:
-        """Log-probs of every completion token, nats: row -> completion -> token. Weights play no part."""
+        """Log-probs of every completion token, nats: row -> completion -> token. Weights play no part.
+
+        Raises UserError for bad rows and CapacityError when the device's memory does not hold the longest of them.
+        """
         check_loss(Loss(name="CrossEntropy", denominator=1.0, temperature=temperature))
         self._check(rows)
+        return self._smaller(longest(rows), lambda budget: self._logprobs(adapter, rows, budget, temperature))
+
+    def _logprobs(self, adapter: str, rows: Sequence[Row], budget: int, temperature: float) -> list[list[list[float]]]:
         result: list[list[list[float]]] = [[[] for _ in row.completions] for row in rows]
         self._activate([adapter])
         with torch.no_grad():
-            for batch in micro_batches([rows], self.tokens_per_microbatch, share=self._share):
+            for batch in micro_batches([rows], budget, share=self._share):
                 everything = torch.arange(len(batch.target_T))
                 logprobs = self._base.logprobs(batch, everything, temperature)[0].tolist()
                 for part in batch.parts:
@@ -243,11 +252,17 @@ class Trainer:
         return None
 
     def _alone(self, request: Request, then: str | None) -> ForwardBackwardResult:
-        """One call by itself, in smaller and smaller micro-batches where memory runs out."""
-        budget, smallest = self.tokens_per_microbatch, longest(request.rows)
+        """One call by itself."""
+        smallest = longest(request.rows, trained_only=True)
+        return self._smaller(smallest, lambda budget: self._run([request], budget, then)[0])
+
+    def _smaller(self, smallest: int, compute: Callable[[int], T]) -> T:
+        """What `compute` makes of a micro-batch's size in tokens, the next smaller one wherever memory runs out.
+        smallest: the longest row, which cannot be cut. Raises CapacityError when memory does not hold that."""
+        budget = self.tokens_per_microbatch
         while True:
             try:
-                return self._run([request], budget, then)[0]
+                return compute(budget)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

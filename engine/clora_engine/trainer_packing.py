@@ -107,9 +107,17 @@ def plain_tokens(rows: Sequence[Row]) -> int:
     return sum(len(row.prompt) + len(one.ids) for row in rows for one in row.completions if any(one.weights))
 
 
-def longest(rows: Sequence[Row]) -> int:
-    """The longest prompt with one of its completions: no micro-batch can be smaller."""
-    return max((len(row.prompt) + len(one.ids) for row in rows for one in row.completions), default=0)
+def longest(rows: Sequence[Row], *, trained_only: bool = False) -> int:
+    """The longest prompt with one of its completions: no micro-batch can be smaller. trained_only: as there."""
+    return max(
+        (
+            len(row.prompt) + len(one.ids)
+            for row in rows
+            for one in row.completions
+            if not trained_only or any(one.weights)
+        ),
+        default=0,
+    )
 
 
 def _pieces(call: int, rows: Sequence[Row], budget: int, trained_only: bool, share: bool) -> list[_Piece]:

@@ -98,11 +98,13 @@ class TrainerServer:
                 return trainer.delete(command.adapter)
 
     def _forward_backward(self, trainer: Trainer, command: protocol.Joined) -> list[protocol.Reply]:
-        calls = [self._call_decoder.decode(call) for call in command.calls]
-        requests = [Request(call.adapter, call.rows, call.loss) for call in calls]
-        outcomes = trainer.forward_backward_joined(requests, then=command.then)
+        read = [self._request(call) for call in command.calls]
+        made = iter(
+            trainer.forward_backward_joined([one for one in read if isinstance(one, Request)], then=command.then)
+        )
         replies = []
-        for outcome in outcomes:
+        for one in read:
+            outcome = next(made) if isinstance(one, Request) else one
             if not isinstance(outcome, Exception):
                 replies.append(protocol.Reply(result=msgspec.Raw(self._encoder.encode(outcome))))
             else:
@@ -110,6 +112,14 @@ class TrainerServer:
                     log.error("a command failed by a bug", exc_info=outcome)
                 replies.append(protocol.Reply(failure=protocol.failure_of(outcome)))
         return replies
+
+    def _request(self, call: msgspec.Raw) -> Request | UserError:
+        """What cannot be read is the answer to its own call, not to those that joined it."""
+        try:
+            read = self._call_decoder.decode(call)
+        except msgspec.DecodeError as error:
+            return UserError(f"the batch cannot be read: {error}", field="rows")
+        return Request(read.adapter, read.rows, read.loss)
 
     def _start(self, command: protocol.Start) -> protocol.StartInfo:
         started = time.perf_counter()

@@ -18,6 +18,7 @@ from torch import Tensor
 from clora_engine.adapter_state import GRAD, MASTER, VECTORS
 from clora_engine.errors import CapacityError, EngineError, UserError
 from clora_engine.trainer import Trainer
+from clora_engine.trainer_packing import plain_tokens
 from clora_engine.trainer_pass import Request
 from clora_engine.types import AdamParams, Completion, ForwardBackwardResult, LoraConfig, Loss, Row
 from tests.numerics.test_against_peft import peft_weights, reference_loss
@@ -421,3 +422,30 @@ def test_attention_and_shared_experts_of_a_mixture_of_experts_are_trained_and_ro
         assert (vectors(joined, one.adapter)[GRAD] - state.vectors[GRAD]).norm() < 1e-4 * state.vectors[GRAD].norm()
     with pytest.raises(UserError, match=r"'experts' matches no linear layer of the base model; it has .*up_proj"):
         joined.create("C", LoraConfig(rank=8, alpha=8, target_modules=("experts",)))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("DefaultCPUAllocator: full")])
+def test_log_probs_too_are_computed_in_pieces_when_memory_runs_out(error: Exception) -> None:
+    trainer = trainer_of("A")
+    expected = trainer.forward("A", batch(3))
+    hook = fails_on(trainer, 48, error)
+    found = trainer.forward("A", batch(3))
+    with pytest.raises(CapacityError, match="gradientCheckpointing") as caught:
+        trainer.forward("A", [Row(prompt=[1] * 60, completions=batch(1)[0].completions)])
+    hook.remove()
+    assert caught.value.reason == "TrainerOutOfMemory"
+    for row, same in zip(found, expected, strict=True):
+        for ours, theirs in zip(row, same, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_memory_that_holds_what_is_trained_is_enough() -> None:
+    """A long completion without weight is never computed, so it does not say how small micro-batches may be."""
+    trainer = trainer_of("A")
+    rows = batch(3)
+    idle = Completion(ids=[1] * 60, weights=[0.0] * 60, logprobs=[0.0] * 60, advantages=[0.0] * 60)
+    rows.append(Row(prompt=[1] * 4, completions=[idle]))
+    hook = fails_on(trainer, 48, torch.OutOfMemoryError("full"))
+    done = trainer.forward_backward("A", rows, Loss(name="CrossEntropy", denominator=1.0))
+    hook.remove()
+    assert done.plain_tokens == plain_tokens(rows)

@@ -10,7 +10,7 @@ import torch
 from clora_engine.adapter_state import EXP_AVG, GRAD, MASTER, VECTORS
 from clora_engine.errors import CapacityError, EngineError
 from clora_engine.lora import Layout, ModuleShape, rank_bucket
-from clora_engine.store import AdapterStore
+from clora_engine.store import AdapterStore, Slot
 from clora_engine.types import LoraConfig
 
 MODULES = (ModuleShape("x", 6, 4), ModuleShape("y", 8, 8))
@@ -151,3 +151,33 @@ def test_the_host_limit() -> None:
     adapters.new_state(config, layout, replacing="a")  # its memory will be free
     adapters.delete("b")
     adapters.new_state(config, layout)
+
+
+def test_device_memory_is_asked_for_before_any_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = store(slots=2)
+    for name in "abc":
+        add(adapters, name, 1.0)
+
+    def full(*_: object) -> Slot:
+        raise torch.OutOfMemoryError("the device is full")
+
+    monkeypatch.setattr(Slot, "allocate", full)
+    adapters.swap_in(["a"])
+    assert len({id(slot) for slot in adapters.swap_in(["b", "c"])}) == 2
+    with pytest.raises(torch.OutOfMemoryError):
+        adapters.slots = 3
+
+
+@pytest.mark.parametrize("of_pass", [["a", "b"], ["c", "d"]])
+def test_after_a_pass_its_adapters_may_be_spilled_for_any_other(tmp_path: Path, of_pass: list[str]) -> None:
+    one = 4 * 4 * Layout(MODULES, 8).numel
+    adapters = store(limit=2 * one, slots=2, spill=tmp_path)
+    for value, name in enumerate("abcd"):
+        add(adapters, name, float(value))
+    for slot in adapters.swap_in(of_pass):
+        slot.buffers[MASTER].add_(0.5)
+        slot.dirty.add(MASTER)
+    for value, name in enumerate("abcd"):
+        expected = value + (0.5 if name in of_pass else 0.0)
+        assert (adapters.sync(name).vectors[MASTER] == expected).all(), "as to be saved"
+    assert [slot.owner for slot in adapters.swap_in(of_pass)] == of_pass
