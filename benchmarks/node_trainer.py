@@ -40,7 +40,7 @@ class ClientTrainer:
             cast(asyncio.subprocess.Process, self._process), reader, cast(asyncio.StreamWriter, self._process)
         )
         self._client.info = protocol.StartInfo(0, 0, 0, 0, 0.0, slots=slots, join_below=ANY_SIZE)
-        self._client._tokens_per_microbatch = ANY_SIZE  # what TrainerClient.start would set
+        self._client._tokens_per_pass = ANY_SIZE  # what TrainerClient.start would set
 
     @property
     def busy_seconds(self) -> float:

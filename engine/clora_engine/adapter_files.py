@@ -39,11 +39,13 @@ class BaseShapes:
     linear      module name in the Hugging Face model -> (input features, output features)
     vocabulary  number of token ids
     parameters  scalars of the whole model
+    ends        those of them that are in no decoder layer: embeddings and output head
     """
 
     linear: dict[str, tuple[int, int]]
     vocabulary: int
     parameters: int
+    ends: int = 0
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -67,7 +69,8 @@ class BaseShapes:
             if isinstance(module, torch.nn.Linear) and module is not head
         }
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        return cls(linear, int(config.get_text_config().vocab_size), parameters)
+        tables = {id(table.weight): table.weight.numel() for table in (model.get_input_embeddings(), head)}
+        return cls(linear, int(config.get_text_config().vocab_size), parameters, sum(tables.values()))
 
 
 def check_adapter(directory: Path, base: BaseShapes, max_rank: int) -> LoraConfig:

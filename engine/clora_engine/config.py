@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from clora_api.v1alpha1.engine import MAX_TRAINER_SLOTS, Scheduling
+from clora_api.v1alpha1.engine import MAX_TRAINER_GPUS, MAX_TRAINER_SLOTS, Scheduling
 from clora_api.v1alpha1.experiment import MAX_OFF_POLICY_STEPS, EnvironmentName
 from clora_engine.environments.http_addresses import AllowedHost
 
@@ -53,6 +53,8 @@ class EngineConfig:
     sampler_threads: int = 1  # of a sampler on the CPU
     # trainer
     trainer_gpus: int = 0  # 0: the CPU
+    trainer_processes: int = 1  # of a trainer on the CPU
+    shard_base: bool = False  # over the trainer's GPUs or processes
     tokens_per_microbatch: int = 16384
     trainer_threads: int = 1  # of a trainer on the CPU
     trainer_slots: int | None = None  # adapters in one pass; None: what a measurement says
@@ -75,6 +77,11 @@ class EngineConfig:
     def served_versions(self) -> int:
         """Versions of one experiment that tenants' requests may hold besides those that its training needs."""
         return 0 if self.tenant_port is None else 2
+
+    @property
+    def trainer_ranks(self) -> int:
+        """Processes of the trainer."""
+        return self.trainer_gpus or self.trainer_processes
 
     @property
     def sampler_slots(self) -> int:
@@ -186,7 +193,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whose tokens come first when the sampler is saturated",
     )
     add("--sampler-threads", type=int, default=cores, help="threads of a sampler on the CPU")
-    add("--trainer-gpus", type=int, default=0, choices=(0, 1), help="GPUs that train; 0: the CPU")
+    gpus = range(MAX_TRAINER_GPUS + 1)
+    add("--trainer-gpus", type=int, default=0, choices=gpus, help="GPUs that train; 0: the CPU")
+    add("--trainer-processes", type=int, default=1, help="processes of a trainer on the CPU, one a socket for example")
+    add(
+        "--shard-base",
+        type=_switch,
+        default=False,
+        metavar="true|false",
+        help="spread the base model over the trainer's GPUs or processes instead of copying it to each",
+    )
     add("--tokens-per-microbatch", type=int, default=16384)
     add("--trainer-slots", type=_slots, default=None, metavar="N|Auto", help="adapters trained in one pass")
     add(
@@ -196,7 +212,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="true|false",
         help="compute layers again in the backward pass, for less memory",
     )
-    add("--trainer-threads", type=int, default=cores, help="threads of a trainer on the CPU")
+    add("--trainer-threads", type=int, default=cores, help="threads of a trainer on the CPU, all processes together")
     add("--host-memory", type=quantity, default=None, dest="host_memory_bytes", help="limit of the AdapterStore")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of the base model")
 
@@ -214,4 +230,8 @@ def from_arguments(args: argparse.Namespace) -> EngineConfig:
             f"--sampler-gpus {config.sampler_gpus} must equal --tensor-parallel-size {config.tensor_parallel_size}"
             f" times --data-parallel-size {config.data_parallel_size}"
         )
+    if config.trainer_processes < 1 or (config.trainer_gpus and config.trainer_processes > 1):
+        raise ValueError("--trainer-processes is for a trainer on the CPU, at least 1; on GPUs there is one for each")
+    if config.shard_base and config.trainer_ranks < 2:
+        raise ValueError("--shard-base spreads the model over several: give more --trainer-gpus or --trainer-processes")
     return config

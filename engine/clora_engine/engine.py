@@ -160,6 +160,8 @@ async def _start_trainer(config: EngineConfig, model: Path) -> TrainerClient:
         max_adapters=config.max_experiments,
         gradient_checkpointing=config.gradient_checkpointing,
         spill_directory=str(config.storage),
+        processes=config.trainer_ranks,
+        shard_base=config.shard_base,
     )
 
 

@@ -8,7 +8,8 @@ order. What the others are given, and even that it is not a number, changes noth
 
 A call that fails (a bad batch, memory that ran out) leaves the adapter as it was before the call, and all others too.
 
-Left out: more than one device.
+With several devices there is a trainer on each (trainer_ranks.py), and all of them are given the same calls. Each holds
+the base model and every adapter; a call's micro-batches are dealt out over them, the gradient is summed in optim_step.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from clora_engine.store import AdapterStore, Slot
 from clora_engine.trainer_adam import adam_step, check_adam
 from clora_engine.trainer_base import BaseModel
 from clora_engine.trainer_lora import Live
+from clora_engine.trainer_memory import is_out_of_memory
 from clora_engine.trainer_packing import check_loss, check_rows, longest, micro_batches, plain_tokens
-from clora_engine.trainer_pass import Request, accumulate
+from clora_engine.trainer_pass import Request, Totals, accumulate, add_up
+from clora_engine.trainer_ranks import Ranks
 from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
 
 log = logging.getLogger("clora.trainer")
@@ -46,7 +49,7 @@ class Trainer:
     tokens_per_microbatch: positions computed in one pass, padding included; a prompt and a completion of it must fit.
     host_limit_bytes: for all adapters; what is beyond goes to files in spill_directory, or is refused without one.
     slots: adapters on the device at once, and so in one pass. share: shared prompts and merged twins; without it every
-    completion is a row of its own (for comparisons: it only costs).
+    completion is a row of its own (for comparisons: it only costs). ranks: of which this trainer is one.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class Trainer:
         slots: int = 1,
         spill_directory: Path | None = None,
         share: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         self._base = base
+        self.ranks = ranks or Ranks()
         self._model_name = model_name
         self.max_rank = max_rank
         self.tokens_per_microbatch = tokens_per_microbatch
@@ -100,8 +105,9 @@ class Trainer:
         """
         if adapter in self.store:
             raise EngineError(f"the trainer already has an adapter {adapter!r}", reason="AdapterExists")
-        state = self.store.new_state(config, self._layout_for(config))
-        initialise(state.layout, config, state.vectors[MASTER])
+        with self.ranks.together():
+            state = self.store.new_state(config, self._layout_for(config))
+            initialise(state.layout, config, state.vectors[MASTER])
         self.store.put(adapter, state)
         return self._info(state)
 
@@ -113,35 +119,40 @@ class Trainer:
         Raises CheckpointError (names file and tensor) when files are missing or damaged, UserError when the adapter is
         of a kind, rank or shape that is not trained here.
         """
-        found = peft_io.read_config(directory)
-        layout = self._layout_for(found)
-        if config is not None:
-            self._check_same(found, config)
-            found = LoraConfig(
-                rank=config.rank, alpha=config.alpha, target_modules=config.target_modules, seed=config.seed
-            )
-        state = self.store.new_state(found, layout, replacing=adapter)
-        peft_io.read_adapter(directory, state)
-        if optimizer:
-            peft_io.read_optimizer(directory, state)
+        with self.ranks.together():
+            found = peft_io.read_config(directory)
+            layout = self._layout_for(found)
+            if config is not None:
+                self._check_same(found, config)
+                found = LoraConfig(
+                    rank=config.rank, alpha=config.alpha, target_modules=config.target_modules, seed=config.seed
+                )
+            state = self.store.new_state(found, layout, replacing=adapter)
+            peft_io.read_adapter(directory, state)
+            if optimizer:
+                peft_io.read_optimizer(directory, state)
         self.store.put(adapter, state)
         return self._info(state)
 
     def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Writes the adapter as a PEFT directory, and its optimizer state if asked; made if absent, files fsynced."""
-        peft_io.write(
-            directory,
-            self.store.sync(adapter),
-            model_name=self._model_name,
-            available=self._base.modules,
-            optimizer=optimizer,
-        )
+        with self.ranks.together():
+            state = self.store.sync(adapter)
+            if self.ranks.rank == 0:
+                peft_io.write(
+                    directory,
+                    state,
+                    model_name=self._model_name,
+                    available=self._base.modules,
+                    optimizer=optimizer,
+                )
 
     def export(self, adapter: str, directory: Path) -> None:
         """Writes the adapter as the sampler wants it (peft_io.write_version); `directory` is made if absent."""
-        peft_io.write_version(
-            directory, self.store.sync(adapter), model_name=self._model_name, available=self._base.modules
-        )
+        with self.ranks.together():
+            state = self.store.sync(adapter)
+            if self.ranks.rank == 0:
+                peft_io.write_version(directory, state, model_name=self._model_name, available=self._base.modules)
 
     def delete(self, adapter: str) -> None:
         """Forgets the adapter; nothing of it remains in its slot."""
@@ -201,16 +212,20 @@ class Trainer:
         return self._smaller(longest(rows), lambda budget: self._logprobs(adapter, rows, budget, temperature))
 
     def _logprobs(self, adapter: str, rows: Sequence[Row], budget: int, temperature: float) -> list[list[list[float]]]:
-        result: list[list[list[float]]] = [[[] for _ in row.completions] for row in rows]
-        self._activate([adapter])
-        with torch.no_grad():
-            for batch in micro_batches([rows], budget, share=self._share):
+        found: list[tuple[int, int, list[float]]] = []  # row, completion, its log-probs
+        with self.ranks.together(), self._base.passes(), torch.no_grad():
+            self._activate([adapter])
+            for batch in micro_batches([rows], budget, share=self._share, deal_to=self.ranks.deal):
                 everything = torch.arange(len(batch.target_T))
                 logprobs = self._base.logprobs(batch, everything, temperature)[0].tolist()
                 for part in batch.parts:
                     for place in part.places:
                         length = len(rows[place.row].completions[place.completion].ids)
-                        result[place.row][place.completion] = logprobs[place.start : place.start + length]
+                        found.append((place.row, place.completion, logprobs[place.start : place.start + length]))
+        result: list[list[list[float]]] = [[[] for _ in row.completions] for row in rows]
+        for share in self.ranks.gather(found, list[tuple[int, int, list[float]]]):
+            for row, completion, values in share:
+                result[row][completion] = values
         return result
 
     def optim_step(self, adapter: str, adam: AdamParams) -> OptimResult:
@@ -220,9 +235,11 @@ class Trainer:
         """
         started = time.perf_counter()
         check_adam(adam)
-        (slot,) = self.store.swap_in([adapter])
+        with self.ranks.together():
+            (slot,) = self.store.swap_in([adapter])
         state = self.store.state(adapter)
         master, grad, exp_avg, exp_avg_sq = (slot.vector(name, state.layout) for name in VECTORS)
+        self.ranks.sum_(grad)
         norm, finite = adam_step(master, grad, exp_avg, exp_avg_sq, state.step, adam)
         if finite:
             state.step += 1
@@ -280,21 +297,26 @@ class Trainer:
     def _run(self, requests: Sequence[Request], budget: int, then: str | None) -> list[ForwardBackwardResult]:
         """All calls in the same micro-batches; when it raises, every gradient is as before."""
         started = time.perf_counter()
-        batches = micro_batches([r.rows for r in requests], budget, trained_only=True, share=self._share)
-        before = {r.adapter: self._gradient(r.adapter) for r in requests}
-        slots = self._activate([r.adapter for r in requests])
+        with self.ranks.together():
+            batches = micro_batches(
+                [r.rows for r in requests], budget, trained_only=True, share=self._share, deal_to=self.ranks.deal
+            )
+            before = {r.adapter: self._gradient(r.adapter) for r in requests}
+            slots = self._activate([r.adapter for r in requests])
         try:
-            for request in requests:
-                self.store.state(request.adapter).grad_is_zero = False
-            if then is not None:
-                self.store.prefetch(then)
-            totals = accumulate(self._base, batches, requests)
+            with self.ranks.together(), self._base.passes():
+                for request in requests:
+                    self.store.state(request.adapter).grad_is_zero = False
+                if then is not None:
+                    self.store.prefetch(then)
+                totals = accumulate(self._base, batches, requests)
         except BaseException:
             for request, slot in zip(requests, slots, strict=True):
                 self._restore_gradient(request.adapter, slot, before[request.adapter])
             raise
         for slot in slots:
             slot.dirty.add(GRAD)
+        totals = add_up(self.ranks.gather(totals, list[Totals]))
         seconds = time.perf_counter() - started
         return [t.result(r, seconds=seconds, adapters=len(requests)) for r, t in zip(requests, totals, strict=True)]
 
@@ -356,8 +378,3 @@ class Trainer:
         return AdapterInfo(
             parameters=state.layout.parameters(state.config.rank), host_bytes=state.host_bytes, step=state.step
         )
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Of the device, or of the host: torch has no type for the latter."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -5,12 +5,13 @@ full-attention decoders and wrong for models that window their attention, keep r
 after the head, so such models are refused by what their configuration says, and every model has to pass a comparison
 of the two ways of computing before it is used.
 
-Left out: quantised bases, and models spread over several devices.
+Left out: quantised bases. Models that are spread over several devices: trainer_shard.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from clora_engine.lora import ModuleShape
 from clora_engine.trainer_logprobs import token_logprobs
 from clora_engine.trainer_lora import Live, LoraLinear, Pass, bind, shapes, wrap_linears
 from clora_engine.trainer_packing import MicroBatch, micro_batches
+from clora_engine.trainer_ranks import Ranks
+from clora_engine.trainer_shard import decoder_layers, recover, shard
 from clora_engine.types import Completion, Row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -80,6 +83,19 @@ class BaseModel:
         """The adapters of the passes to come; call n of a micro-batch is computed with adapter n."""
         bind(self.layers, adapters)
 
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Around forward and backward passes: after one that raises, the model is as before it."""
+        try:
+            yield
+        except Exception:
+            recover(self.decoder)
+            raise
+
+    def keep_step(self, batch: MicroBatch) -> None:
+        """Computes an EMPTY batch forward and backward, beside ranks that compute theirs."""
+        torch.autograd.backward(self.hidden_states(batch).sum())
+
     def hidden_states(self, batch: MicroBatch) -> Tensor:
         """The decoder's last hidden states, flattened to (B·L, D), under the batch's block mask."""
         self.current.set(batch, self.device)
@@ -98,8 +114,11 @@ class BaseModel:
         return token_logprobs(hidden_HD, self.head, batch.target_T[wanted_H].to(self.device), temperature)
 
 
-def load_base(path: str, *, dtype: str, device: torch.device, gradient_checkpointing: bool = False) -> BaseModel:
-    """Loads a checkpoint directory: safetensors only, none of its code run, nothing fetched.
+def load_base(
+    path: str, *, dtype: str, device: torch.device, gradient_checkpointing: bool = False, ranks: Ranks | None = None
+) -> BaseModel:
+    """Loads a checkpoint directory: safetensors only, none of its code run, nothing fetched. ranks: over which the
+    model is sharded, if they are in step; every one of them must call this.
 
     Raises UserError when there is no such checkpoint, or it is of a kind that cannot be trained here.
     """
@@ -119,6 +138,8 @@ def load_base(path: str, *, dtype: str, device: torch.device, gradient_checkpoin
         )
     except (OSError, ValueError) as error:
         raise UserError(f"the checkpoint {path} cannot be loaded: {error}", field="model") from error
+    if ranks is not None and ranks.in_step:
+        shard(model, ranks, device)
     return BaseModel.wrap(model.to(device), gradient_checkpointing=gradient_checkpointing)
 
 
@@ -131,9 +152,7 @@ def check_checkpoint(path: str, dtype: str) -> None:
 
 
 def _checkpoint_layers(model: Any) -> None:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     if not layers:
         raise UserError(
             "layers of this architecture cannot be computed again in the backward pass",

@@ -64,7 +64,7 @@ class TrainerClient:
         self._process, self._reader, self._writer = process, reader, writer
         self._queue: deque[_Call] = deque()
         self._current: list[_Call] = []
-        self._tokens_per_microbatch = 0
+        self._tokens_per_pass = 0
         self._wake = asyncio.Event()
         self._closing = False
         self._task = asyncio.create_task(self._run(), name="trainer-client")
@@ -85,24 +85,30 @@ class TrainerClient:
         max_adapters: int = 1,
         gradient_checkpointing: bool = False,
         spill_directory: str | None = None,
+        processes: int = 1,
+        shard_base: bool = False,
     ) -> TrainerClient:
         """Starts the process and loads the base model.
 
-        device: "cpu", or "cuda:N", the N-th of the devices visible here. dtype: "float32" or "bfloat16". threads: CPU
-        threads of the process. slots: as Trainer's, and calls are joined whenever they can; None: as many as pay by a
-        measurement at the start, for at most max_adapters, and only calls that gain by it are joined. The other
+        device: "cpu", or "cuda:N", the N-th of the devices visible here. dtype: "float32" or "bfloat16". processes:
+        that share the work, on GPUs one for each device from N on. threads: CPU threads of all of them together.
+        shard_base: the base model is spread over their devices instead of copied to each. slots: as Trainer's, and
+        calls are joined whenever they can; None: as many as pay by a measurement at the start, for at most
+        max_adapters, and only calls that gain by it are joined. host_limit_bytes: shared by the processes. The other
         arguments are Trainer's. Raises UserError for a model that cannot be trained or does not fit, and TrainerDied
         when the process ends before it is ready.
         """
+        threads = max(1, threads // processes)
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "clora_engine.trainer_process", "--fd", str(theirs.fileno()), "--threads", str(threads)),
+                *("-m", "clora_engine.trainer_process", "--fd", str(theirs.fileno())),
+                *("--threads", str(threads), "--processes", str(processes)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
                 pass_fds=(theirs.fileno(),),
-                env=_environment(device, threads),
+                env=_environment(device, threads, processes),
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         client = cls(process, reader, writer)
@@ -118,8 +124,9 @@ class TrainerClient:
             max_adapters=max_adapters,
             gradient_checkpointing=gradient_checkpointing,
             spill_directory=spill_directory,
+            shard_base=shard_base,
         )
-        client._tokens_per_microbatch = tokens_per_microbatch
+        client._tokens_per_pass = tokens_per_microbatch * processes
         try:
             client.info = await client._call(None, command, protocol.StartInfo)
         except BaseException:
@@ -225,13 +232,13 @@ class TrainerClient:
 
     def _take(self) -> list[_Call]:
         """Takes the next call off the queue, and those that join it: of other adapters, each its adapter's first that
-        waits, together no more than a micro-batch holds."""
+        waits, together no more than a micro-batch of each process holds."""
         waiting = [call for call in self._queue if not call.future.done()]
         taken, passed = _next(waiting), set[str | None]()
         tokens = taken[0].tokens if taken else 0
         if tokens:
             for call in waiting:
-                fits = tokens + call.tokens <= self._tokens_per_microbatch and len(taken) < self.info.slots
+                fits = tokens + call.tokens <= self._tokens_per_pass and len(taken) < self.info.slots
                 small = all(0 < one.tokens < self.info.join_below for one in (taken[0], call))
                 if small and fits and call.adapter not in passed and call is not taken[0]:
                     taken.append(call)
@@ -285,13 +292,14 @@ def _next(waiting: list[_Call]) -> list[_Call]:
     return waiting[:1]
 
 
-def _environment(device: str, threads: int) -> dict[str, str]:
-    """The parent's environment with the device and the threads that torch reads at import."""
+def _environment(device: str, threads: int, processes: int) -> dict[str, str]:
+    """The parent's environment with the devices and the threads that torch reads at import."""
     environment = dict(os.environ)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if device.startswith("cuda"):
-        index = int(device.partition(":")[2] or 0)
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+        first = int(device.partition(":")[2] or 0)
+        every = visible.split(",") if visible else [str(index) for index in range(first + processes)]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + processes])
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic cuBLAS
     else:
         environment |= {"CUDA_VISIBLE_DEVICES": ""} | SLEEPING_THREADS

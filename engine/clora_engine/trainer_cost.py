@@ -91,13 +91,14 @@ def choose(trainer: Trainer, most: int, *, clock: Callable[[], float] = time.per
     if not threshold:
         log.info("trainer.slots: 1, for a pass's overhead of %.3f s is too little to share", model.overhead)
         return Choice(1, 0)
+    ranks = trainer.ranks.size
     log.info(
         "trainer.slots: %d, joining calls below %d tokens; %d calls of %d tokens: predicted %.3f s together and %.3f s"
         " in turn, measured %.3f s together",
-        *(slots, threshold, adapters, 2 * small),
+        *(slots, threshold * ranks, adapters, 2 * small * ranks),
         *(model.seconds(adapters, 2 * small), adapters * model.seconds(1, 2 * small), found),
     )
-    return Choice(slots, threshold)
+    return Choice(slots, threshold * ranks)
 
 
 def _measure(
@@ -105,9 +106,10 @@ def _measure(
 ) -> list[float]:
     """The best seconds of each case (adapters, tokens of each), after one pass that does not count."""
     best = [float("inf")] * len(cases)
+    ranks = trainer.ranks.size  # each of which gets an equal share, for the numbers are those of one
     for round_ in range(-1, ROUNDS):
         for n, (adapters, tokens) in enumerate(cases):
-            requests = [Request(name, _rows(tokens, seed), _LOSS) for seed, name in enumerate(names[:adapters])]
+            requests = [Request(name, _rows(ranks * tokens, seed), _LOSS) for seed, name in enumerate(names[:adapters])]
             started = clock()
             outcomes = trainer.forward_backward_joined(requests)
             taken = clock() - started

@@ -30,11 +30,21 @@ class MemoryPlan:
 
     @classmethod
     def of(
-        cls, base: BaseShapes, *, bytes_per_parameter: int, max_rank: int, slots: int, adapters: int, host_limit: int
+        cls,
+        base: BaseShapes,
+        *,
+        bytes_per_parameter: int,
+        max_rank: int,
+        slots: int,
+        adapters: int,
+        host_limit: int,
+        shards: int = 1,
     ) -> MemoryPlan:
+        """shards: devices over which the decoder layers are spread; the model's ends are whole on each."""
         modules = tuple(ModuleShape(name, *sizes) for name, sizes in base.linear.items())
         adapter = state_bytes(Layout(modules, rank_bucket(max_rank)))
-        return cls(base.parameters * bytes_per_parameter, adapter, slots, min(host_limit, adapters * adapter))
+        held = base.ends + -(-(base.parameters - base.ends) // shards)
+        return cls(held * bytes_per_parameter, adapter, slots, min(host_limit, adapters * adapter))
 
     @property
     def device(self) -> int:
@@ -89,3 +99,8 @@ def device_free(device: torch.device) -> int | None:
 
 def _gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of the device, or of the host: torch has no type for the latter."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clora_engine.errors import UserError
+from clora_engine.trainer_pieces import Piece, deal, group, pieces_of
 from clora_engine.types import Completion, Loss, Row
 
 
@@ -67,39 +68,54 @@ class MicroBatch:
         return self.ids_BL.numel()
 
 
-@dataclass(slots=True)
-class _Piece:
-    """A prompt and some of its distinct completions: what becomes one packed row."""
+EMPTY = MicroBatch(
+    ids_BL=torch.zeros(1, 1, dtype=torch.int64),
+    positions_BL=torch.zeros(1, 1, dtype=torch.int64),
+    visible_BLL=torch.ones(1, 1, 1, dtype=torch.bool),
+    source_T=torch.zeros(0, dtype=torch.int64),
+    target_T=torch.zeros(0, dtype=torch.int64),
+    parts=(),
+)
+"""One token of nobody: what a rank computes that must keep step with the others and has nothing left to do."""
 
-    call: int
-    prompt: tuple[int, ...]
-    completions: list[tuple[int, ...]] = field(default_factory=list)
-    owners: list[list[tuple[int, int]]] = field(default_factory=list)  # per completion: (row, completion) of each twin
-    length: int = 0
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Micro-batches are for `rank` of `ranks`. in_step: every rank gets as many, some of them EMPTY."""
+
+    rank: int = 0
+    ranks: int = 1
+    in_step: bool = False
+
+
+ALONE = Deal()
 
 
 def micro_batches(
-    calls: Sequence[Sequence[Row]], tokens_per_microbatch: int, *, trained_only: bool = False, share: bool = True
+    calls: Sequence[Sequence[Row]],
+    tokens_per_microbatch: int,
+    *,
+    trained_only: bool = False,
+    share: bool = True,
+    deal_to: Deal = ALONE,
 ) -> list[MicroBatch]:
     """Cuts the checked rows of some calls into micro-batches of at most `tokens_per_microbatch` positions, padding
     included; one prompt with one completion that is longer still gets a micro-batch of its own. Longest first, so that
     memory runs out at once or not at all. Deterministic in `calls`.
 
     trained_only: leaves out completions without any weight. share: without it every completion is a row of its own.
+    deal_to: which rank's part of them.
     """
     pieces = [
         piece
         for call, rows in enumerate(calls)
-        for piece in _pieces(call, rows, tokens_per_microbatch, trained_only, share)
+        for piece in pieces_of(call, rows, tokens_per_microbatch, trained_only=trained_only, share=share)
     ]
-    pieces.sort(key=lambda piece: -piece.length)
-    batches: list[list[_Piece]] = []
-    for piece in pieces:
-        if batches and batches[-1][0].length * (len(batches[-1]) + 1) <= tokens_per_microbatch:
-            batches[-1].append(piece)
-        else:
-            batches.append([piece])
-    return [_assemble(sorted(batch, key=lambda piece: piece.call)) for batch in batches]
+    hands = [group(hand, tokens_per_microbatch) for hand in deal(pieces, deal_to.ranks)]
+    batches = [_assemble(sorted(batch, key=lambda piece: piece.call)) for batch in hands[deal_to.rank]]
+    if deal_to.in_step:
+        batches += [EMPTY] * (max(map(len, hands)) - len(batches))
+    return batches
 
 
 def plain_tokens(rows: Sequence[Row]) -> int:
@@ -120,32 +136,7 @@ def longest(rows: Sequence[Row], *, trained_only: bool = False) -> int:
     )
 
 
-def _pieces(call: int, rows: Sequence[Row], budget: int, trained_only: bool, share: bool) -> list[_Piece]:
-    owners: dict[object, dict[tuple[int, ...], list[tuple[int, int]]]] = {}
-    prompts: dict[object, tuple[int, ...]] = {}
-    for r, row in enumerate(rows):
-        for c, completion in enumerate(row.completions):
-            if completion.ids and (not trained_only or any(completion.weights)):
-                prompt = tuple(row.prompt)
-                key: object = prompt if share else (r, c)
-                prompts[key] = prompt
-                owners.setdefault(key, {}).setdefault(tuple(completion.ids), []).append((r, c))
-    pieces = []
-    for group, distinct in owners.items():
-        prompt = prompts[group]
-        piece = _Piece(call, prompt, length=len(prompt))
-        for ids, twins in distinct.items():
-            if piece.completions and piece.length + len(ids) > budget:
-                pieces.append(piece)
-                piece = _Piece(call, prompt, length=len(prompt))
-            piece.completions.append(ids)
-            piece.owners.append(twins)
-            piece.length += len(ids)
-        pieces.append(piece)
-    return pieces
-
-
-def _assemble(pieces: list[_Piece]) -> MicroBatch:
+def _assemble(pieces: list[Piece]) -> MicroBatch:
     length = max(piece.length for piece in pieces)
     ids_BL = np.zeros((len(pieces), length), dtype=np.int64)
     positions_BL = np.zeros_like(ids_BL)

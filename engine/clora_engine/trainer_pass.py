@@ -7,7 +7,6 @@ not a number spoils itself alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,9 +31,12 @@ class Request:
 class Totals:
     """One call's sums of loss and metrics over `trained` tokens; `tokens` positions were computed, padding included."""
 
-    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sums: dict[str, float] = field(default_factory=dict)
     trained: int = 0
     tokens: int = 0
+
+    def add(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
 
     def result(self, request: Request, *, seconds: float, adapters: int) -> ForwardBackwardResult:
         return ForwardBackwardResult(
@@ -52,12 +54,27 @@ def accumulate(base: BaseModel, batches: Sequence[MicroBatch], requests: Sequenc
     adapters are bound to `base` in the same order."""
     totals = [Totals() for _ in requests]
     for batch in batches:
+        if not batch.parts:
+            base.keep_step(batch)
+            continue
         for call, sums, trained in _backward(base, batch, requests):
             for name, value in sums.items():
-                totals[call].sums[name] += value
+                totals[call].add(name, value)
             totals[call].trained += trained
         for part in batch.parts:
             totals[part.call].tokens += (part.row_stop - part.row_start) * batch.ids_BL.shape[1]
+    return totals
+
+
+def add_up(ranks: Sequence[Sequence[Totals]]) -> list[Totals]:
+    """The calls' totals over all ranks."""
+    totals = [Totals() for _ in ranks[0]]
+    for share in ranks:
+        for total, part in zip(totals, share, strict=True):
+            for name, value in part.sums.items():
+                total.add(name, value)
+            total.trained += part.trained
+            total.tokens += part.tokens
     return totals
 
 

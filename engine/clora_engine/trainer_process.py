@@ -1,10 +1,11 @@
-"""The trainer as a process of its own: python -m clora_engine.trainer_process --fd N --threads T.
+"""The trainer as a process of its own: python -m clora_engine.trainer_process --fd N --threads T --processes P.
 
 It serves the engine that started it over an inherited socket, one command at a time; a command may hold the calls of
 several adapters, which are then computed together. A tenant's error is an answer;
-only a broken socket or a dead parent ends the process. Logs go to standard error, never to the socket.
+only a broken socket or a dead parent ends the process. Logs go to standard error, never to the socket. With several
+devices this is rank 0, which starts a process for each of the others (trainer_followers.py).
 
-Left out: restarting (when the trainer dies the engine's epoch ends) and more than one device.
+Left out: restarting. When the trainer dies the engine's epoch ends.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ import argparse
 import errno
 import logging
 import os
-import select
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,10 @@ from clora_engine.errors import CheckpointError, EngineError, UserError
 from clora_engine.trainer import Trainer
 from clora_engine.trainer_base import DTYPES, check_checkpoint, load_base
 from clora_engine.trainer_cost import Choice, choose
+from clora_engine.trainer_followers import Followers, confirmation, when_closed
 from clora_engine.trainer_memory import MemoryPlan, device_free, host_memory
 from clora_engine.trainer_pass import Request
+from clora_engine.trainer_ranks import Ranks
 
 log = logging.getLogger("clora.trainer")
 
@@ -39,10 +40,23 @@ AUTO_SLOTS_SHARE = 0.25  # of the memory beside the base model; the rest is for 
 
 
 class TrainerServer:
-    """Answers requests from one connected socket until the other side closes it."""
+    """Answers requests from one connected socket until the other side closes it.
 
-    def __init__(self, connection: socket.socket) -> None:
+    rank: this process's of `processes`. rendezvous: where they meet (Ranks.join). followers: of rank 0.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        rank: int = 0,
+        processes: int = 1,
+        rendezvous: Path | None = None,
+        followers: Followers | None = None,
+    ) -> None:
         self._connection = connection
+        self._rank, self._processes, self._rendezvous = rank, processes, rendezvous
+        self._followers = followers
         self._trainer: Trainer | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(protocol.Command)
@@ -51,7 +65,15 @@ class TrainerServer:
     def serve(self) -> None:
         """Returns at the end of the stream."""
         while (body := self._receive()) is not None:
-            reply = self._encoder.encode(self._answer(body))
+            if self._followers is not None:
+                self._followers.send(body)
+            answer = self._answer(body)
+            if self._rank > 0:
+                self._connection.sendall(confirmation(answer.failure is not None))
+                continue
+            if self._followers is not None:
+                self._followers.confirm(answer.failure is not None)
+            reply = self._encoder.encode(answer)
             self._connection.sendall(protocol.header(reply))
             self._connection.sendall(reply)
 
@@ -123,29 +145,32 @@ class TrainerServer:
 
     def _start(self, command: protocol.Start) -> protocol.StartInfo:
         started = time.perf_counter()
-        device = torch.device(command.device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise UserError("the trainer's device is a GPU, and torch finds none", field="trainer.device")
-        most = self._plan(command, device)
-        base = load_base(
-            command.model_path,
-            dtype=command.dtype,
-            device=device,
-            gradient_checkpointing=command.gradient_checkpointing,
-        )
+        device = self._device(command)
+        ranks = Ranks.join(self._rank, self._processes, self._rendezvous, device, in_step=command.shard_base)
+        with ranks.together():
+            most = self._plan(command, device)
+        with ranks.together():
+            base = load_base(
+                command.model_path,
+                dtype=command.dtype,
+                device=device,
+                gradient_checkpointing=command.gradient_checkpointing,
+                ranks=ranks,
+            )
         trainer = Trainer(
             base,
             model_name=command.model_name,
             max_rank=command.max_rank,
             tokens_per_microbatch=command.tokens_per_microbatch,
-            host_limit_bytes=command.host_limit_bytes,
+            host_limit_bytes=command.host_limit_bytes // self._processes,
             spill_directory=None if command.spill_directory is None else Path(command.spill_directory),
+            ranks=ranks,
         )
         if command.slots is None:
-            choice = choose(trainer, most)
+            choice = choose(trainer, min(ranks.gather(most, int)), clock=ranks.clock)
         else:
             # Asked for by number: whoever waits at the same time is joined.
-            choice = Choice(command.slots, command.tokens_per_microbatch if command.slots > 1 else 0)
+            choice = Choice(command.slots, command.tokens_per_microbatch * ranks.size if command.slots > 1 else 0)
         trainer.slots = choice.slots
         self._trainer = trainer
         info = protocol.StartInfo(
@@ -157,21 +182,36 @@ class TrainerServer:
             slots=choice.slots,
             join_below=choice.join_below,
         )
-        log.info("%s ready on %s in %.1f s", command.model_name, command.device, info.load_seconds)
+        log.info("%s ready on %d x %s in %.1f s", command.model_name, self._processes, device.type, info.load_seconds)
         return info
+
+    def _device(self, command: protocol.Start) -> torch.device:
+        if command.device == "cpu":
+            return torch.device("cpu")
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if found < self._processes:
+            raise UserError(
+                f"the trainer needs {self._processes} GPUs beside the sampler's, and torch finds {found}",
+                field="trainer.gpus",
+            )
+        device = torch.device("cuda", self._rank)
+        torch.cuda.set_device(device)
+        return device
 
     def _plan(self, command: protocol.Start, device: torch.device) -> int:
         """The slots that fit, at most as many as there will be adapters. Raises UserError when the trainer does not."""
         check_checkpoint(command.model_path, command.dtype)
         shapes = BaseShapes.of_model(Path(command.model_path))
-        free, (_, host_free) = device_free(device), host_memory()
+        # Every process holds all adapters, and on a CPU its own base model too.
+        free, host_free = device_free(device), host_memory()[1] // self._processes
         plan = MemoryPlan.of(
             shapes,
             bytes_per_parameter=DTYPES[command.dtype].itemsize,
             max_rank=command.max_rank,
             slots=(command.slots or 1) + (device.type == "cuda"),
             adapters=command.max_adapters,
-            host_limit=command.host_limit_bytes,
+            host_limit=command.host_limit_bytes // self._processes,
+            shards=self._processes if command.shard_base else 1,
         )
         plan.check(device_free=free, host_free=host_free)
         log.info("memory planned: %s", plan)
@@ -193,33 +233,46 @@ class TrainerServer:
         return data
 
 
-def exit_with_parent(connection: socket.socket) -> None:
-    """Ends this process at once when the other side closes, even in the middle of a long computation: a trainer without
-    its engine would hold the device that the next engine needs."""
+def exit_with_parent(connection: socket.socket, followers: Followers | None) -> None:
+    """Ends this process and its followers at once when the other side closes, even in the middle of a long computation:
+    a trainer without its engine would hold the device that the next engine needs."""
 
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(connection, select.POLLRDHUP)
-        poll.poll()
+    def end() -> None:
+        if followers is not None:
+            followers.end()
         os._exit(0)
 
-    threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
+    when_closed([connection], end)
 
 
 def main(arguments: list[str]) -> None:
     """Serves on the inherited file descriptor until it is closed."""
     parser = argparse.ArgumentParser(prog="clora_engine.trainer_process", description=__doc__.partition("\n")[0])
     parser.add_argument("--fd", type=int, required=True, help="inherited stream socket to serve")
-    parser.add_argument("--threads", type=int, required=True, help="CPU threads of torch")
+    parser.add_argument("--threads", type=int, required=True, help="CPU threads of torch in each process")
+    parser.add_argument("--processes", type=int, default=1, help="ranks, each with a device of its own")
+    parser.add_argument("--rank", type=int, default=0, help="which of them this is; rank 0 starts the others")
+    parser.add_argument("--rendezvous", type=Path, default=None, help="where the other ranks meet rank 0")
     options = parser.parse_args(arguments)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING if options.rank else logging.INFO,  # all ranks say the same
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
     torch.set_num_threads(options.threads)
     # Bit-for-bit resume needs it on a GPU; operations without a deterministic form warn rather than fail.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     connection = socket.socket(fileno=options.fd)
-    exit_with_parent(connection)
-    TrainerServer(connection).serve()
+    followers = None if options.rank else Followers(options.processes, options.threads)
+    exit_with_parent(connection, followers)
+    TrainerServer(
+        connection,
+        rank=options.rank,
+        processes=options.processes,
+        rendezvous=options.rendezvous if followers is None else followers.rendezvous,
+        followers=followers,
+    ).serve()
 
 
 if __name__ == "__main__":

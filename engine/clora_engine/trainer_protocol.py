@@ -33,6 +33,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     max_adapters: int = 1  # that the engine will ask for
     gradient_checkpointing: bool = False
     spill_directory: str | None = None
+    shard_base: bool = False  # over the processes
 
 
 class StartInfo(msgspec.Struct, frozen=True):
@@ -155,7 +156,7 @@ def error_of(failure: Failure) -> EngineError:
     return _KINDS[failure.kind](failure.message, reason=failure.reason, field=failure.field)
 
 
-def header(body: bytes) -> bytes:
+def header(body: bytes | bytearray) -> bytes:
     """The header of a frame with this body."""
     assert len(body) <= MAX_FRAME_BYTES
     return LENGTH.pack(len(body))

@@ -247,6 +247,7 @@ def arguments(spec: EngineSpec) -> list[str]:
         "tokens-per-microbatch": spec.trainer.tokens_per_microbatch,
         "trainer-slots": spec.trainer.slots,
         "gradient-checkpointing": str(spec.trainer.gradient_checkpointing).lower(),
+        "shard-base": str(spec.trainer.shard_base).lower(),
     }
     if spec.serving.enabled:
         flags["tenant-port"] = TENANT_PORT

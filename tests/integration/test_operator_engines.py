@@ -56,7 +56,7 @@ def test_the_workload(stage: Stage, kube: client.ApiClient) -> None:
         assert argument in container.args
     assert {e.name for e in container.env} == {"HOME", "EXTRA"}
     assert pod.node_selector == {"gpu": "h200"}
-    assert container.resources.limits == {"nvidia.com/gpu": "5"}
+    assert container.resources.limits == {"nvidia.com/gpu": "8"}
     assert pod.termination_grace_period_seconds == 120
     secret = cluster.core.read_namespaced_secret("big-token", cluster.namespace)
     token = base64.b64decode(secret.data["token"]).decode()

@@ -14,6 +14,7 @@ Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([kKMGTPE]i?|m)?$", 
 
 
 MAX_TRAINER_SLOTS = 64
+MAX_TRAINER_GPUS = 8
 TrainerSlots = Annotated[
     Annotated[int, Field(ge=1, le=MAX_TRAINER_SLOTS)] | Literal["Auto"],
     WithJsonSchema(
@@ -118,7 +119,21 @@ class Sampler(ApiModel):
 class Trainer(ApiModel):
     """The swap-based trainer."""
 
-    gpus: int = Field(1, ge=0, le=1, description="GPUs that train; 0: the CPU.")
+    model_config = rules(
+        ("!self.shardBase || self.gpus > 1", "shardBase spreads the model over several GPUs: set gpus to 2 or more")
+    )
+
+    gpus: int = Field(
+        4,
+        ge=0,
+        le=MAX_TRAINER_GPUS,
+        description="GPUs that train, each with a part of every batch; 0: the CPU.",
+    )
+    shard_base: bool = Field(
+        False,
+        description="Spreads the base model over the trainer's GPUs (FSDP2) instead of copying it to each: slower, for"
+        " models that do not fit into one.",
+    )
     tokens_per_microbatch: int = Field(16384, ge=128, le=1048576, description="Positions computed in one pass.")
     slots: TrainerSlots = Field(
         "Auto",

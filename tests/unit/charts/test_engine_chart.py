@@ -38,7 +38,7 @@ def test_versions_are_those_of_the_operators_chart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "gpus", "image"), [("h200x8", 5, "clora-engine:0.1.0"), ("cpu", 0, "clora-engine:0.1.0-cpu")]
+    ("preset", "gpus", "image"), [("h200x8", 8, "clora-engine:0.1.0"), ("cpu", 0, "clora-engine:0.1.0-cpu")]
 )
 def test_presets_are_whole_specs(preset: str, gpus: int, image: str) -> None:
     rendered = spec(f'preset="{preset}"')

@@ -58,6 +58,16 @@ def test_parallel_sizes_must_fit_the_gpus() -> None:
         parse("--sampler-gpus=4", "--data-parallel-size=2")
 
 
+def test_several_trainers() -> None:
+    assert parse().trainer_ranks == 1
+    assert parse("--trainer-gpus=4").trainer_ranks == 4
+    assert parse("--trainer-processes=2", "--shard-base=true").trainer_ranks == 2
+    with pytest.raises(ValueError, match="--trainer-processes is for a trainer on the CPU"):
+        parse("--trainer-gpus=2", "--trainer-processes=2")
+    with pytest.raises(ValueError, match="--shard-base spreads the model over several"):
+        parse("--trainer-gpus=1", "--shard-base=true")
+
+
 def test_data_volumes_by_name() -> None:
     config = parse("--data-volume=a=/x", "--data-volume=b=/y")
     assert config.data_volumes == {"a": Path("/x"), "b": Path("/y")}

@@ -29,6 +29,17 @@ def test_the_plan_is_what_the_trainer_then_takes(tmp_path: Path) -> None:
     assert plan.store == 3 * plan.adapter
 
 
+def test_a_sharded_base_model_takes_its_part_and_its_ends(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    settings = {"bytes_per_parameter": 2, "max_rank": 8, "host_limit": GIB, "slots": 1, "adapters": 1}
+    shapes = BaseShapes.of_model(tmp_path)
+    model = tiny_model()
+    ends = model.get_input_embeddings().weight.numel() + model.get_output_embeddings().weight.numel()
+    assert shapes.ends == ends
+    whole, quarter = (MemoryPlan.of(shapes, shards=shards, **settings).base for shards in (1, 4))
+    assert quarter - 2 * ends == pytest.approx((whole - 2 * ends) / 4, abs=2)
+
+
 def test_what_fits_is_accepted() -> None:
     PLAN.check(device_free=13 * GIB, host_free=10 * GIB)
     PLAN.check(device_free=None, host_free=23 * GIB)

@@ -45,16 +45,23 @@ def test_the_command_line_of_the_defaults() -> None:
         "--max-model-len=8192",
         "--max-num-seqs=256",
         "--scheduling=FairShare",
-        "--trainer-gpus=1",
+        "--trainer-gpus=4",
         "--tokens-per-microbatch=16384",
         "--trainer-slots=Auto",
         "--gradient-checkpointing=false",
+        "--shard-base=false",
     ]
 
 
 def test_slots_by_number_and_gradient_checkpointing() -> None:
     of = ours(trainer={"gpus": 1, "slots": 4, "gradientCheckpointing": True})
     assert {"--trainer-slots=4", "--gradient-checkpointing=true"} <= set(container(of)["args"])
+
+
+def test_gpus_are_those_of_sampler_and_trainer() -> None:
+    of = ours(trainer={"gpus": 8, "shardBase": True})
+    assert container(of)["resources"]["limits"]["nvidia.com/gpu"] == "12"
+    assert {"--trainer-gpus=8", "--shard-base=true"} <= set(container(of)["args"])
 
 
 def test_another_scheduling_is_another_pod_template() -> None:
@@ -110,7 +117,7 @@ def test_secrets_are_files() -> None:
 
 
 def test_gpus_are_limits() -> None:
-    assert container(ours())["resources"] == {"limits": {"nvidia.com/gpu": "5"}}
+    assert container(ours())["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
     on_cpu = ours(sampler={"gpus": 0}, trainer={"gpus": 0}, resources={"requests": {"cpu": "2"}})
     assert container(on_cpu)["resources"] == {"requests": {"cpu": "2"}}
 

@@ -1,0 +1,119 @@
+"""Rank 0 and the ranks that follow it: their processes, the commands that they are sent, and how all of them end.
+
+Rank 0 is the process that the engine started. It starts the others, as torchrun would, and passes every command on to
+them over a socket pair each: a follower serves that socket as rank 0 serves the engine's. A follower waits for its next
+command as long as it takes, which no collective would. All ranks end with the first that does: rank 0 when a
+follower's socket closes, a follower when rank 0's does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from clora_engine import trainer_protocol as protocol
+from clora_engine.trainer_ranks import EXIT_RANK_LOST
+
+log = logging.getLogger("clora.trainer")
+
+
+class Followers:
+    """The other ranks' processes, as rank 0 sees them. Without any (`size` 1) every method does nothing.
+
+    size: ranks, rank 0 included. threads: CPU threads of each.
+    """
+
+    def __init__(self, size: int, threads: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="clora-ranks-")
+        self.rendezvous = Path(self._folder.name, "rendezvous")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._sockets: list[socket.socket] = []
+        self._ending = False
+        for rank in range(1, size):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._processes.append(self._start(rank, size, threads, theirs))
+            self._sockets.append(ours)
+        if self._sockets:
+            when_closed(self._sockets, self._follower_lost)
+
+    def _start(self, rank: int, size: int, threads: int, connection: socket.socket) -> subprocess.Popen[bytes]:
+        fd = str(connection.fileno())
+        return subprocess.Popen(  # noqa: S603 - our own module
+            [
+                *(sys.executable, "-m", "clora_engine.trainer_process", "--fd", fd, "--threads", str(threads)),
+                *("--rank", str(rank), "--processes", str(size), "--rendezvous", str(self.rendezvous)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            pass_fds=(connection.fileno(),),
+        )
+
+    def send(self, body: bytes | bytearray) -> None:
+        """Passes a command on to every follower."""
+        try:
+            for connection in self._sockets:
+                connection.sendall(protocol.header(body))
+                connection.sendall(body)
+        except OSError:
+            self._follower_lost()
+
+    def confirm(self, failed: bool) -> None:
+        """Waits until every follower has carried the command out as rank 0 did. One that did not is no copy of rank 0
+        any more: the process ends, as if that rank had died."""
+        for rank, connection in enumerate(self._sockets, start=1):
+            try:
+                answer = connection.recv(1)
+            except OSError:
+                answer = b""
+            if not answer:
+                self._follower_lost()
+            if answer != confirmation(failed):
+                self._give_up(f"rank {rank} did not fare as rank 0 did with a command")
+
+    def end(self) -> None:
+        """Ends the followers, and waits until they are gone."""
+        self._ending = True
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        self._folder.cleanup()
+
+    def _follower_lost(self) -> NoReturn:
+        self._give_up("a rank of the trainer ended")
+
+    def _give_up(self, why: str) -> NoReturn:
+        while self._ending:  # another thread is at it
+            time.sleep(1)
+        log.critical("%s: the trainer ends", why)
+        self.end()
+        os._exit(EXIT_RANK_LOST)
+
+
+def confirmation(failed: bool) -> bytes:
+    """What a follower answers to each command."""
+    return b"\1" if failed else b"\0"
+
+
+def when_closed(connections: list[socket.socket], act: Callable[[], None]) -> None:
+    """Calls `act`, in a thread of its own, as soon as the other side of one of these is closed."""
+
+    def watch() -> None:
+        poll = select.poll()
+        for connection in connections:
+            poll.register(connection, select.POLLRDHUP)
+        poll.poll()
+        act()
+
+    threading.Thread(target=watch, name="when-closed", daemon=True).start()

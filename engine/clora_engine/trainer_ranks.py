@@ -1,0 +1,162 @@
+"""The ranks of a trainer: one process per device, each with the base model and all adapters, in step with one another.
+
+Every rank is given the same commands in the same order (trainer_followers.py) and computes its share of a batch. What
+must not differ between ranks passes through here: the sum of an adapter's gradient, which is all-reduced once per
+optimizer step, and whether work succeeded. Work that can fail (a full disk, memory that ran out) is done within
+`together`, before anything is changed for good: it succeeds on all ranks or raises on all of them. So clipping, AdamW
+and every decision of the AdapterStore are the same on all ranks, bit for bit.
+
+A collective that fails means that a rank is gone. There is no going on from that: the process ends.
+
+Left out: more than one machine, and sharing out the adapters' state (it is small beside the base model).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from clora_engine.trainer_memory import is_out_of_memory
+from clora_engine.trainer_packing import Deal
+from clora_engine.trainer_protocol import Failure, error_of, failure_of
+
+log = logging.getLogger("clora.trainer")
+
+T = TypeVar("T")
+EXIT_RANK_LOST = 4
+# Ranks wait for each other as long as the slowest takes for a share, or rank 0 to write a commit to a slow volume.
+TIMEOUT = timedelta(minutes=30)
+
+
+class FailedElsewhere(Exception):
+    """Raised in the middle of work that has failed on another rank; `together` makes it that rank's error."""
+
+
+class _Trouble(msgspec.Struct, frozen=True):
+    failure: Failure
+    out_of_memory: bool
+
+
+class Ranks:
+    """This process's place among the ranks. Not thread-safe. `Ranks()` is a trainer of one process, where nothing is
+    exchanged and every method does what it says at no cost.
+
+    in_step: the base model is sharded, so that ranks must run as many passes as each other (trainer_shard.py).
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, *, in_step: bool = False) -> None:
+        self.rank, self.size, self.in_step = rank, size, in_step
+
+    @classmethod
+    def join(
+        cls, rank: int, size: int, rendezvous: Path | None, device: torch.device, *, in_step: bool = False
+    ) -> Ranks:
+        """Meets the others; returns when all have come. rendezvous: a file that does not exist yet, in a folder of the
+        trainer's own, the same for all ranks. device: this rank's; gradients go by NCCL between GPUs, everything else
+        by gloo over the loopback interface."""
+        if size == 1:
+            return cls()
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=dist.FileStore(str(rendezvous), size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+        ranks = cls(rank, size, in_step=in_step)
+        ranks.check()
+        return ranks
+
+    @property
+    def deal(self) -> Deal:
+        """Which share of a batch is this rank's."""
+        return Deal(self.rank, self.size, self.in_step)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work of every rank that succeeds on all of them or raises on all of them: the error of the first rank on
+        which it failed, for an EngineError with its reason and field. It must leave nothing behind when it raises, and
+        use no collective but `check` and those that follow one."""
+        if self.size == 1:
+            yield
+            return
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        try:
+            if isinstance(error, FailedElsewhere) or self._anybody(error is not None):
+                raise self._first_error(error)
+        finally:
+            del error  # or it would keep this frame, and with it the failed pass's tensors, until they are collected
+
+    def check(self) -> None:
+        """A point that all ranks pass within `together`, before a collective of which none can be left out. Raises
+        FailedElsewhere when a rank will not come to it."""
+        if self.size > 1 and self._anybody(False):
+            raise FailedElsewhere
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Adds the ranks' tensors up, in place; bit for bit the same on all of them. Device or CPU."""
+        if self.size > 1:
+            self._collective(lambda: dist.all_reduce(tensor))
+
+    def gather(self, value: T, kind: type[T]) -> list[T]:
+        """Every rank's value, in the order of ranks. `kind`: what msgspec decodes it as."""
+        if self.size == 1:
+            return [value]
+        body = bytearray(msgspec.msgpack.encode(value))
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._collective(lambda: dist.all_gather(lengths, torch.tensor([len(body)])))
+        longest = max(int(length) for length in lengths)
+        bodies = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        own = torch.frombuffer(body.ljust(longest, b"\0"), dtype=torch.uint8)
+        self._collective(lambda: dist.all_gather(bodies, own))
+        return [
+            msgspec.msgpack.decode(each[: int(length)].numpy().tobytes(), type=kind)
+            for each, length in zip(bodies, lengths, strict=True)
+        ]
+
+    def clock(self) -> float:
+        """Rank 0's time (seconds), so that all ranks decide alike by what they measure."""
+        return self.gather(time.perf_counter(), float)[0]
+
+    def _anybody(self, failed: bool) -> bool:
+        flag = torch.tensor([int(failed)])
+        self._collective(lambda: dist.all_reduce(flag, op=dist.ReduceOp.MAX))
+        return bool(flag.item())
+
+    def _first_error(self, own: Exception | None) -> Exception:
+        failed = own is not None and not isinstance(own, FailedElsewhere)
+        trouble = _Trouble(failure_of(own), is_out_of_memory(own)) if own is not None and failed else None
+        troubles = self.gather(trouble, _Trouble | None)  # type: ignore[arg-type]  # a union is no type to mypy
+        first, found = next((rank, each) for rank, each in enumerate(troubles) if each is not None)
+        if own is not None and first == self.rank:
+            return own
+        log.info("rank %d failed: %s", first, found.failure.message)
+        return torch.OutOfMemoryError(found.failure.message) if found.out_of_memory else error_of(found.failure)
+
+    def _collective(self, operation: Callable[[], object]) -> None:
+        try:
+            operation()
+        except RuntimeError as error:  # of which torch's DistError is one
+            self._lost(error)
+
+    def _lost(self, error: Exception) -> NoReturn:
+        log.critical("rank %d has lost the others and ends: %s", self.rank, error)
+        logging.shutdown()
+        os._exit(EXIT_RANK_LOST)
