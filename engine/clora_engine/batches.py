@@ -6,8 +6,11 @@ log(p/s) ∇log p over tokens drawn from p, and that of the entropy of p the mea
 
     A ← A - kl (log q - log s - mean) - entropy (log q - mean)
 
-is on average a step down the KL at each position and up the entropy. The means over the batch are baselines: they
-change no expectation and take most of the noise away. Pure; log-probs come from the caller.
+is on average a step down the KL at each position and up the entropy. The means over the batch are baselines: where each
+token weighs the same they change no expectation, and they take most of the noise away. Where each trajectory does
+(lossNormalization Sequences), a token's weight depends on how long its trajectory became; the terms are then weighed by
+trajectory as all else is, and are the gradients of KL and entropy by approximation only. Pure; log-probs come from the
+caller.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ LogProbs = list[list[list[float]]]
 """row -> completion -> token, nats: as the trainer's `forward` gives them."""
 
 LARGEST_EXPONENT = 700.0  # beyond, exp overflows
+SMALLEST_WEIGHT = 2.0**-126  # below, FP32 has no full precision any more, or 0
 
 
 def with_kl_penalty(batch: Batch, start: LogProbs, coefficient: float) -> tuple[Batch, float]:
@@ -55,7 +59,8 @@ def with_importance_weights(batch: Batch, trainer: LogProbs, cap: float) -> tupl
     """Truncated importance sampling (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
     training"; Hilton et al., 2022, arXiv:2110.00641, for losses relative to another policy than the one that drew).
 
-    The loss gets the trainer's log-probs to compare with, and each token the weight min(trainer / sampler, cap).
+    The loss gets the trainer's log-probs to compare with, and each token its weight times min(trainer / sampler, cap);
+    a token whose weight is then too small for FP32 gets none.
 
     Args:
         trainer: log-probs under the trainer's policy before the step's first update, at the sampling temperature.
@@ -72,7 +77,8 @@ def with_importance_weights(batch: Batch, trainer: LogProbs, cap: float) -> tupl
             log_ratio = min(new - old, LARGEST_EXPONENT) if weight else 0.0
             if weight:
                 log_ratios.append(log_ratio)
-            weights.append(weight * min(math.exp(log_ratio), cap))
+            product = weight * min(math.exp(log_ratio), cap)
+            weights.append(product if product >= SMALLEST_WEIGHT else 0.0)
         return Completion(ids=completion.ids, weights=weights, logprobs=logprobs, advantages=completion.advantages)
 
     rows = _map(batch.rows, trainer, reweighed)
@@ -86,26 +92,30 @@ def with_importance_weights(batch: Batch, trainer: LogProbs, cap: float) -> tupl
     }
 
 
-def minibatches(batch: Batch, count: int, seed: str) -> Iterator[Batch]:
+def minibatches(batch: Batch, count: int, seed: str, sizes: Sequence[float]) -> Iterator[Batch]:
     """Cuts a batch into up to `count` parts of whole rows, in an order that `seed` decides; parts in which nothing has
     a weight are left out.
 
-    The denominators share out the batch's by the rows' weights, so that each part's loss is a mean over what it holds:
-    with equal weights, the part's gradient is on average the whole batch's.
+    The denominators share out the batch's by `sizes`, so that each part's loss is a mean over what it holds: with equal
+    sizes, the part's gradient is on average the whole batch's.
+
+    Args:
+        sizes: row_sizes of the rows before importance weights: those say what a token counts, not how many there are.
     """
-    rows = list(batch.rows)
+    pairs = list(zip(batch.rows, sizes, strict=True))
     if count > 1:
-        random.Random(seed).shuffle(rows)  # noqa: S311 - an order, not a secret
-    whole = _weight(rows)
-    count = min(count, len(rows))
-    for start, end in pairwise(len(rows) * part // count for part in range(count + 1)):
-        part = rows[start:end]
-        if weight := _weight(part):
-            yield Batch(part, batch.denominator * weight / whole)
+        random.Random(seed).shuffle(pairs)  # noqa: S311 - an order, not a secret
+    whole = sum(sizes)
+    count = min(count, len(pairs))
+    for start, end in pairwise(len(pairs) * part // count for part in range(count + 1)):
+        part = [row for row, _ in pairs[start:end]]
+        if any(any(completion.weights) for row in part for completion in row.completions):
+            yield Batch(part, batch.denominator * sum(size for _, size in pairs[start:end]) / whole)
 
 
-def _weight(rows: Sequence[Row]) -> float:
-    return sum(sum(completion.weights) for row in rows for completion in row.completions)
+def row_sizes(rows: Sequence[Row]) -> list[float]:
+    """Of each row the sum of its tokens' weights."""
+    return [sum(sum(completion.weights) for completion in row.completions) for row in rows]
 
 
 def _less(batch: Batch, terms: LogProbs, coefficient: float) -> tuple[Batch, float]:

@@ -297,11 +297,12 @@ class Experiment:
         return commit.folder
 
     async def _leave(self, plan: Plan) -> None:
-        """Everything made is committed before the slot is left."""
-        await self._training.rest()
+        """Everything made is committed before the slot is left, and before anything is waited for: an environment that
+        does not end must not cost a step."""
         if self._commit is None or self._commit.manifest.step < self._progress.step:
             progress = self._progress
             self._commit = await self._training.commit(plan, progress.step, progress.position, progress.values)
+        await self._training.rest()
         if self._deleting():
             return
         if self._complete(plan):

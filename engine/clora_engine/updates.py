@@ -16,7 +16,13 @@ from typing import Any
 
 from clora_api.v1alpha1.base import number
 from clora_engine.advantages import Batch
-from clora_engine.batches import minibatches, with_entropy_bonus, with_importance_weights, with_kl_penalty
+from clora_engine.batches import (
+    minibatches,
+    row_sizes,
+    with_entropy_bonus,
+    with_importance_weights,
+    with_kl_penalty,
+)
 from clora_engine.journal import Journal
 from clora_engine.plan import Plan
 from clora_engine.trainer_client import TrainerClient
@@ -47,6 +53,7 @@ class Updates:
         if not batch.rows:
             return values
         started = time.monotonic()
+        sizes = await asyncio.to_thread(row_sizes, batch.rows)
         batch, prepared = await self._prepare(plan, batch, temperature)
         ready = time.monotonic()
         algorithm = plan.spec.algorithm
@@ -54,7 +61,7 @@ class Updates:
         steps: list[OptimResult] = []
         for epoch in range(algorithm.epochs_per_batch):
             seed = f"{plan.spec.data.shuffle_seed}/{step}/{epoch}"
-            for part in minibatches(batch, algorithm.minibatches, seed):
+            for part in minibatches(batch, algorithm.minibatches, seed, sizes):
                 loss = _loss(plan, part.denominator, temperature)
                 results.append(await self._trainer.forward_backward(self._uid, part.rows, loss))
                 steps.append(await self._trainer.optim_step(self._uid, adam))
@@ -67,17 +74,19 @@ class Updates:
         return values | _measured(results, steps) | prepared
 
     async def _prepare(self, plan: Plan, batch: Batch, temperature: float) -> tuple[Batch, dict[str, float]]:
+        """The arithmetic takes seconds for a large step, in which all other experiments go on: it has a thread."""
         algorithm = plan.spec.algorithm
         values: dict[str, float] = {}
         if algorithm.max_importance_weight is not None:
             now = await self._trainer.forward(self._uid, batch.rows, temperature=temperature)
-            batch, values = with_importance_weights(batch, now, number(algorithm.max_importance_weight))
+            cap = number(algorithm.max_importance_weight)
+            batch, values = await asyncio.to_thread(with_importance_weights, batch, now, cap)
         if kl := number(algorithm.kl_coefficient):
             await self._load_start(plan)
             start = await self._trainer.forward(self._start, batch.rows, temperature=temperature)
-            batch, values["kl_to_start"] = with_kl_penalty(batch, start, kl)
+            batch, values["kl_to_start"] = await asyncio.to_thread(with_kl_penalty, batch, start, kl)
         if entropy := number(algorithm.entropy_coefficient):
-            batch = with_entropy_bonus(batch, entropy)
+            batch = await asyncio.to_thread(with_entropy_bonus, batch, entropy)
         return batch, values
 
     async def _load_start(self, plan: Plan) -> None:

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from clora_engine.advantages import Batch
-from clora_engine.batches import minibatches, with_entropy_bonus, with_importance_weights, with_kl_penalty
+from clora_engine.batches import (
+    minibatches,
+    row_sizes,
+    with_entropy_bonus,
+    with_importance_weights,
+    with_kl_penalty,
+)
 from clora_engine.losses import TrainedTokens, loss_sum
 from clora_engine.types import Completion, Loss, Row
 
@@ -101,9 +107,13 @@ def rows(count: int) -> list[Row]:
     return [Row(prompt=[r], completions=[completion([-1.0] * (r + 1), advantage=1.0)]) for r in range(count)]
 
 
+def cut(batch: Batch, count: int, seed: str = "seed") -> list[Batch]:
+    return list(minibatches(batch, count, seed, row_sizes(batch.rows)))
+
+
 def test_minibatches_hold_every_row_once_and_share_out_the_denominator() -> None:
     batch = Batch(rows(5), 30.0)  # 15 trained tokens, as many of dropped groups
-    parts = list(minibatches(batch, 2, "seed"))
+    parts = cut(batch, 2)
     assert sorted(row.prompt[0] for part in parts for row in part.rows) == [0, 1, 2, 3, 4]
     assert [len(part.rows) for part in parts] == [2, 3]
     assert sum(part.denominator for part in parts) == pytest.approx(30.0)
@@ -113,14 +123,31 @@ def test_minibatches_hold_every_row_once_and_share_out_the_denominator() -> None
 
 def test_minibatches_are_cut_anew_by_their_seed_alone() -> None:
     def order(seed: str) -> list[list[int]]:
-        return [[row.prompt[0] for row in part.rows] for part in minibatches(Batch(rows(8), 1.0), 4, seed)]
+        return [[row.prompt[0] for row in part.rows] for part in cut(Batch(rows(8), 1.0), 4, seed)]
 
     assert order("0/1/0") == order("0/1/0") != order("0/1/1")
 
 
 def test_one_minibatch_is_the_batch_and_more_than_rows_are_fewer() -> None:
     batch = Batch(rows(3), 7.0)
-    assert list(minibatches(batch, 1, "seed")) == [batch]
-    assert len(list(minibatches(batch, 64, "seed"))) == 3
+    assert cut(batch, 1) == [batch]
+    assert len(cut(batch, 64)) == 3
     without = Batch([Row(prompt=[0], completions=[completion([-1.0], weights=[0.0])])], 7.0)
-    assert list(minibatches(without, 1, "seed")) == list(minibatches(without, 4, "seed")) == []
+    assert cut(without, 1) == cut(without, 4) == []
+
+
+def test_importance_weights_change_no_minibatchs_share_of_the_denominator() -> None:
+    batch = Batch([Row(prompt=[r], completions=[completion([-1.0, -1.0], advantage=1.0)]) for r in range(2)], 4.0)
+    now = [[[-1.0 + math.log(0.1)] * 2], [[-1.0] * 2]]
+    corrected, _ = with_importance_weights(batch, now, 2.0)
+    parts = list(minibatches(corrected, 2, "seed", row_sizes(batch.rows)))
+    assert [part.denominator for part in parts] == [2.0, 2.0]
+    assert sorted(sum(part.rows[0].completions[0].weights) for part in parts) == pytest.approx([0.2, 2.0])
+
+
+def test_a_token_whose_weight_is_too_small_for_fp32_is_left_out() -> None:
+    batch = Batch([Row(prompt=[r], completions=[completion([-1.0], advantage=1.0)]) for r in range(2)], 2.0)
+    corrected, _ = with_importance_weights(batch, [[[-111.0]], [[-1.0]]], 2.0)
+    assert [row.completions[0].weights for row in corrected.rows] == [[0.0], [1.0]]
+    (part,) = minibatches(corrected, 2, "seed", row_sizes(batch.rows))
+    assert (part.rows, part.denominator) == ([corrected.rows[1]], 1.0)

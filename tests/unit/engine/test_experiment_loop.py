@@ -148,3 +148,25 @@ async def test_a_supervised_run_by_sequences(tmp_path: Path) -> None:
 
 def test_the_reference_is_no_name_that_a_tenant_can_have() -> None:
     assert "/" not in UID
+
+
+async def test_an_environment_that_does_not_end_costs_no_step_at_a_shutdown(tmp_path: Path) -> None:
+    life = Life(tmp_path, desired(maxSteps=3, checkpoint={"every": 3}))
+    resting = asyncio.Event()
+
+    async def rest() -> None:
+        resting.set()
+        await asyncio.Event().wait()
+
+    async def stop() -> None:
+        if life.experiment._progress.step == 1:
+            life.experiment.stop_for_shutdown()
+
+    life.trainer.before_update = stop
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(life.experiment._training, "rest", rest)
+        running = asyncio.create_task(life.run())
+        await resting.wait()
+        running.cancel()  # as the engine does with what has not ended in time
+        await asyncio.wait([running])
+    assert life.experiment._journal.commits() == [0, 2]
