@@ -23,7 +23,7 @@ FLOAT_BYTES = 4
 class AdapterState:
     """One adapter on the host. `vectors` holds the four flat vectors (FP32, layout.numel), or nothing while they are in
     the file `cold`; `step` counts optimizer steps. While `grad_is_zero` the gradient vector's contents mean nothing: it
-    is zero without being written."""
+    is zero without being written. One that is `frozen` is never trained and has the master weights alone."""
 
     config: LoraConfig
     layout: Layout
@@ -31,20 +31,23 @@ class AdapterState:
     step: int = 0
     grad_is_zero: bool = True
     cold: IO[bytes] | None = None
+    frozen: bool = False
 
     @classmethod
-    def zeros(cls, config: LoraConfig, layout: Layout, *, pinned: bool) -> AdapterState:
+    def zeros(cls, config: LoraConfig, layout: Layout, *, pinned: bool, frozen: bool = False) -> AdapterState:
         """A state of zeros: initialise or fill `vectors["master"]` next."""
-        return cls(config, layout, cls._allocate(layout, pinned=pinned))
+        state = cls(config, layout, {}, frozen=frozen)
+        state.vectors = state._allocate(pinned=pinned)
+        return state
 
-    @staticmethod
-    def _allocate(layout: Layout, *, pinned: bool) -> dict[str, Tensor]:
-        return {name: torch.zeros(layout.numel, dtype=torch.float32, pin_memory=pinned) for name in VECTORS}
+    def _allocate(self, *, pinned: bool) -> dict[str, Tensor]:
+        numel = self.layout.numel
+        return {name: torch.zeros(numel, dtype=torch.float32, pin_memory=pinned) for name in _vectors(self.frozen)}
 
     @property
     def host_bytes(self) -> int:
         """What it takes in host memory when it is there."""
-        return state_bytes(self.layout)
+        return state_bytes(self.layout, frozen=self.frozen)
 
     @property
     def scale(self) -> float:
@@ -65,7 +68,7 @@ class AdapterState:
     def warm(self, *, pinned: bool) -> None:
         """File -> host."""
         assert self.cold is not None
-        vectors = self._allocate(self.layout, pinned=pinned)
+        vectors = self._allocate(pinned=pinned)
         self.cold.seek(0)
         for name in self._kept():
             target = _raw(vectors[name])
@@ -75,7 +78,7 @@ class AdapterState:
         self.cold, self.vectors = None, vectors
 
     def _kept(self) -> list[str]:
-        return [name for name in VECTORS if not (name == GRAD and self.grad_is_zero)]
+        return [name for name in _vectors(self.frozen) if not (name == GRAD and self.grad_is_zero)]
 
 
 def _raw(vector: Tensor) -> memoryview:
@@ -83,6 +86,10 @@ def _raw(vector: Tensor) -> memoryview:
     return memoryview(vector.numpy()).cast("B")  # type: ignore[arg-type]  # numpy's arrays are buffers
 
 
-def state_bytes(layout: Layout) -> int:
-    """Host memory of one adapter of this layout; a slot's buffers for it take as much on the device."""
-    return len(VECTORS) * layout.numel * FLOAT_BYTES
+def _vectors(frozen: bool) -> tuple[str, ...]:
+    return (MASTER,) if frozen else VECTORS
+
+
+def state_bytes(layout: Layout, *, frozen: bool = False) -> int:
+    """Host memory of one adapter of this layout; a slot's buffers take as much on the device as one that is trained."""
+    return len(_vectors(frozen)) * layout.numel * FLOAT_BYTES

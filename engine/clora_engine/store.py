@@ -1,10 +1,10 @@
 """AdapterStore: the state of every adapter on the host, and the slots in which adapters live on the trainer's device.
 
 An adapter is in one of three states. On the **host**: four flat FP32 vectors (master weights, gradient, both Adam
-moments; pinned where there is a GPU) and its step count. **Live**: also in one of the K slots, where it is trained; a
-swap is a handful of large copies, whatever the number of matrices. Only what changed is copied back, and only when
-another adapter needs the slot or somebody reads the host copy. **Cold**: past the host limit, the adapters that were
-not used for longest are in files, and come back bit for bit.
+moments; pinned where there is a GPU), of a frozen one the first alone, and its step count. **Live**: also in one of
+the K slots, where it is trained; a swap is a handful of large copies, whatever the number of matrices. Only what
+changed is copied back, and only when another adapter needs the slot or somebody reads the host copy. **Cold**: past the
+host limit, the adapters that were not used for longest are in files, and come back bit for bit.
 
 Every slot takes any adapter that the engine admits. Tenants use slots one after the other, so a slot is overwritten at
 every change of tenant as far as anything was ever written: nothing of one tenant's numbers is left for the next.
@@ -75,7 +75,7 @@ class Slot:
         self.written = max(used, before)
         for name, buffer in self.buffers.items():
             buffer[used:before].zero_()
-            if name == GRAD and state.grad_is_zero:
+            if name not in state.vectors or (name == GRAD and state.grad_is_zero):
                 buffer[:used].zero_()
             else:
                 buffer[:used].copy_(state.vectors[name], non_blocking=True)
@@ -144,15 +144,17 @@ class AdapterStore:
 
     # ------------------------------------------------------------------------------------- adapters
 
-    def new_state(self, config: LoraConfig, layout: Layout, *, replacing: str | None = None) -> AdapterState:
+    def new_state(
+        self, config: LoraConfig, layout: Layout, *, replacing: str | None = None, frozen: bool = False
+    ) -> AdapterState:
         """Allocates a state that fits the limit (counting without the adapter it will replace) but is not stored yet.
 
         Raises CapacityError when the host limit would be passed and nothing can be spilled.
         """
         replaced = self._states.get(replacing) if replacing else None
         freed = replaced.host_bytes if replaced is not None and replaced.cold is None else 0
-        self._make_room(state_bytes(layout) - freed, keep={replacing} if replacing else set())
-        return AdapterState.zeros(config, layout, pinned=self.pinned)
+        self._make_room(state_bytes(layout, frozen=frozen) - freed, keep={replacing} if replacing else set())
+        return AdapterState.zeros(config, layout, pinned=self.pinned, frozen=frozen)
 
     def put(self, adapter: str, state: AdapterState) -> None:
         """Stores a state under this name; a state that had the name is gone, in its slot too."""

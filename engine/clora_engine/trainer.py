@@ -111,14 +111,24 @@ class Trainer:
         self.store.put(adapter, state)
         return self._info(state)
 
-    def load(self, adapter: str, directory: Path, *, optimizer: bool, config: LoraConfig | None = None) -> AdapterInfo:
+    def load(
+        self,
+        adapter: str,
+        directory: Path,
+        *,
+        optimizer: bool,
+        config: LoraConfig | None = None,
+        frozen: bool = False,
+    ) -> AdapterInfo:
         """An adapter from a PEFT directory, with its optimizer state or with a fresh one; it replaces an adapter of
         this name once everything is read and checked. With `config`, the directory must hold an adapter of its rank,
-        alpha and target modules.
+        alpha and target modules. frozen: it is there for its log-probs, cannot be trained, and takes a quarter of the
+        memory; it has no optimizer state.
 
         Raises CheckpointError (names file and tensor) when files are missing or damaged, UserError when the adapter is
         of a kind, rank or shape that is not trained here.
         """
+        assert not (optimizer and frozen), "what is never trained has no optimizer state"
         with self.ranks.together():
             found = peft_io.read_config(directory)
             layout = self._layout_for(found)
@@ -127,7 +137,7 @@ class Trainer:
                 found = LoraConfig(
                     rank=config.rank, alpha=config.alpha, target_modules=config.target_modules, seed=config.seed
                 )
-            state = self.store.new_state(found, layout, replacing=adapter)
+            state = self.store.new_state(found, layout, replacing=adapter, frozen=frozen)
             peft_io.read_adapter(directory, state)
             if optimizer:
                 peft_io.read_optimizer(directory, state)
@@ -136,6 +146,8 @@ class Trainer:
 
     def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Writes the adapter as a PEFT directory, and its optimizer state if asked; made if absent, files fsynced."""
+        if optimizer:
+            self._trainable(adapter)
         with self.ranks.together():
             state = self.store.sync(adapter)
             if self.ranks.rank == 0:
@@ -235,6 +247,7 @@ class Trainer:
         """
         started = time.perf_counter()
         check_adam(adam)
+        self._trainable(adapter)
         with self.ranks.together():
             (slot,) = self.store.swap_in([adapter])
         state = self.store.state(adapter)
@@ -256,10 +269,17 @@ class Trainer:
         # memory ends the process for every tenant.
         check_rows(rows, vocabulary=self._base.vocabulary, max_positions=self.longest_row)
 
+    def _trainable(self, adapter: str) -> None:
+        if self.store.state(adapter).frozen:
+            raise EngineError(
+                f"adapter {adapter!r} is frozen: it cannot be trained and has no optimizer state",
+                reason="AdapterFrozen",
+            )
+
     def _fault(self, request: Request) -> EngineError | None:
         """What is wrong with a call before anything is computed."""
         try:
-            self.store.state(request.adapter)
+            self._trainable(request.adapter)
             check_loss(request.loss)
             self._check(request.rows)
             if not plain_tokens(request.rows):

@@ -144,9 +144,15 @@ class TrainerClient:
         return await self._call(adapter, protocol.Create(adapter, config), AdapterInfo)
 
     async def load(
-        self, adapter: str, directory: str | Path, *, optimizer: bool, config: LoraConfig | None = None
+        self,
+        adapter: str,
+        directory: str | Path,
+        *,
+        optimizer: bool,
+        config: LoraConfig | None = None,
+        frozen: bool = False,
     ) -> AdapterInfo:
-        command = protocol.Load(adapter, str(directory), optimizer, config)
+        command = protocol.Load(adapter, str(directory), optimizer, config, frozen)
         return await self._call(adapter, command, AdapterInfo)
 
     async def forward_backward(self, adapter: str, rows: list[Row], loss: Loss) -> ForwardBackwardResult:

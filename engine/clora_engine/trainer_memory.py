@@ -21,12 +21,15 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """base: the frozen model. adapter: the largest that is admitted (rank max_rank, all linear layers), on the host and
-    in a slot alike. slots: how many the device holds. store: what the adapters may take on the host."""
+    in a slot alike. slots: how many the device holds. store: what the adapters may take on the host, where each
+    experiment has one and, with a KL term, one more that is frozen. together: adapters that are there at the same time
+    while a pass uses them."""
 
     base: int
     adapter: int
     slots: int
     store: int
+    together: int = 1
 
     @classmethod
     def of(
@@ -42,9 +45,11 @@ class MemoryPlan:
     ) -> MemoryPlan:
         """shards: devices over which the decoder layers are spread; the model's ends are whole on each."""
         modules = tuple(ModuleShape(name, *sizes) for name, sizes in base.linear.items())
-        adapter = state_bytes(Layout(modules, rank_bucket(max_rank)))
+        layout = Layout(modules, rank_bucket(max_rank))
+        adapter, start = state_bytes(layout), state_bytes(layout, frozen=True)
         held = base.ends + -(-(base.parameters - base.ends) // shards)
-        return cls(held * bytes_per_parameter, adapter, slots, min(host_limit, adapters * adapter))
+        store = min(host_limit, adapters * (adapter + start))
+        return cls(held * bytes_per_parameter, adapter, slots, store, min(slots, adapters))
 
     @property
     def device(self) -> int:
@@ -52,10 +57,11 @@ class MemoryPlan:
 
     def check(self, *, device_free: int | None, host_free: int) -> None:
         """Raises UserError, with the numbers, when it does not fit. device_free None: the device is the host."""
-        if self.adapter > self.store:
+        if self.together * self.adapter > self.store:
+            several = f", {self.together} of them are used at once" if self.together > 1 else ""
             raise UserError(
-                f"an adapter of the highest rank takes {_gib(self.adapter)}, and the trainer's host limit is"
-                f" {_gib(self.store)}: raise --host-memory or lower capacity.maxRank",
+                f"an adapter of the highest rank takes {_gib(self.adapter)}{several}, and the trainer's host limit is"
+                f" {_gib(self.store)}: raise --host-memory or lower capacity.maxRank or trainer.slots",
                 field="capacity.maxRank",
             )
         on_device = f"{_gib(self.base)} for the base model and {self.slots} x {_gib(self.adapter)} for its slots"
@@ -75,9 +81,10 @@ class MemoryPlan:
             )
 
     def slots_that_fit(self, wanted: int, *, device_free: int, share: float) -> int:
-        """At most `wanted`, at least one: as many as take no more than `share` of what the base model leaves free."""
+        """At most `wanted`, at least one: as many as take no more than `share` of what the base model leaves free, and
+        whose adapters the host holds."""
         spare = share * (device_free - self.base)
-        return max(1, min(wanted, int(spare // self.adapter)))
+        return max(1, min(wanted, int(spare // self.adapter), self.store // self.adapter))
 
 
 def host_memory() -> tuple[int, int]:

@@ -104,7 +104,11 @@ class TrainerServer:
                 return trainer.create(command.adapter, command.config)
             case protocol.Load():
                 return trainer.load(
-                    command.adapter, Path(command.directory), optimizer=command.optimizer, config=command.config
+                    command.adapter,
+                    Path(command.directory),
+                    optimizer=command.optimizer,
+                    config=command.config,
+                    frozen=command.frozen,
                 )
             case protocol.Joined():
                 return self._forward_backward(trainer, command)

@@ -63,6 +63,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     directory: str
     optimizer: bool
     config: LoraConfig | None
+    frozen: bool = False
 
 
 class ForwardBackward(msgspec.Struct, frozen=True):

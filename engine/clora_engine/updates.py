@@ -95,7 +95,7 @@ class Updates:
         commit = await asyncio.to_thread(self._journal.read_commit, 0)
         assert commit is not None, "step 0 is committed before any other and never pruned"
         self._start_loaded = True
-        await self._trainer.load(self._start, commit.folder, optimizer=False, config=plan.lora)
+        await self._trainer.load(self._start, commit.folder, optimizer=False, config=plan.lora, frozen=True)
 
     async def close(self) -> None:
         """Takes the policy as it started out of the trainer."""

@@ -121,3 +121,42 @@ def test_an_adapter_larger_than_the_host_is_refused_and_nobody_is_spilled_for_it
     with pytest.raises(CapacityError):
         trainer.create("A", TENANTS["A"])
     assert cold(trainer) == set()
+
+
+def test_a_frozen_adapter_takes_a_quarter_and_gives_the_same_log_probs_warm_or_cold(tmp_path: Path) -> None:
+    trainer = trainer_for(1.25, tmp_path)
+    trainer.create("A", TENANTS["A"])
+    half_step(trainer, "A", 0)
+    trainer.optim_step("A", ADAM)
+    trainer.save("A", tmp_path / "A", optimizer=False)
+    expected = trainer.forward("A", batch(3))
+    info = trainer.load("A/start", tmp_path / "A", optimizer=False, frozen=True)
+    assert 4 * info.host_bytes == trainer.store.state("A").host_bytes
+    trainer.create("B", TENANTS["A"])
+    assert "A/start" in trainer.store
+    for name in ("B", "A", "B", "A/start", "A", "A/start"):
+        if name != "A/start":
+            half_step(trainer, name, 1)
+        assert trainer.forward("A/start", batch(3)) == expected
+    assert cold(trainer)
+
+
+def test_a_frozen_adapter_is_not_trained_and_finds_nothing_of_others_in_its_slot(tmp_path: Path) -> None:
+    trainer = tiny_trainer()
+    trainer.create("A", TENANTS["A"])
+    trainer.save("A", tmp_path / "A", optimizer=True)
+    trainer.load("A/start", tmp_path / "A", optimizer=False, frozen=True)
+    half_step(trainer, "A", 0)
+    trainer.optim_step("A", ADAM)
+    half_step(trainer, "A", 0)
+    for refused in (
+        lambda: trainer.forward_backward("A/start", batch(0), Loss(name="PPO", denominator=1.0)),
+        lambda: trainer.optim_step("A/start", ADAM),
+        lambda: trainer.save("A/start", tmp_path / "B", optimizer=True),
+    ):
+        with pytest.raises(EngineError) as caught:
+            refused()
+        assert caught.value.reason == "AdapterFrozen"
+    (slot,) = trainer.store.swap_in(["A/start"])
+    assert all(slot.buffers[vector].any() == (vector == MASTER) for vector in VECTORS)
+    assert not trainer.store.state("A").grad_is_zero

@@ -85,9 +85,15 @@ class LocalTrainer:
         return self._trainer.create(adapter, config)
 
     async def load(
-        self, adapter: str, directory: Path, *, optimizer: bool, config: LoraConfig | None = None
+        self,
+        adapter: str,
+        directory: Path,
+        *,
+        optimizer: bool,
+        config: LoraConfig | None = None,
+        frozen: bool = False,
     ) -> AdapterInfo:
-        return self._trainer.load(adapter, directory, optimizer=optimizer, config=config)
+        return self._trainer.load(adapter, directory, optimizer=optimizer, config=config, frozen=frozen)
 
     async def forward(self, adapter: str, rows: list[Row], *, temperature: float = 1.0) -> list[list[list[float]]]:
         self.calls.append(f"forward {adapter.removeprefix(UID) or 'itself'}")

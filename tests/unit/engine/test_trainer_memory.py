@@ -26,7 +26,10 @@ def test_the_plan_is_what_the_trainer_then_takes(tmp_path: Path) -> None:
         assert trainer.create(name, LoraConfig(rank=20, alpha=8)).host_bytes == plan.adapter
     slots = trainer.store.swap_in(["a", "b"])
     assert plan.device - plan.base == sum(b.numel() * 4 for slot in slots for b in slot.buffers.values())
-    assert plan.store == 3 * plan.adapter
+    for name in ("a", "b"):
+        trainer.save(name, tmp_path / name, optimizer=False)
+        trainer.load(f"{name}/start", tmp_path / name, optimizer=False, frozen=True)
+    assert plan.store == trainer.store.host_bytes // 2 * 3, "three experiments, each with the start of its KL term"
 
 
 def test_a_sharded_base_model_takes_its_part_and_its_ends(tmp_path: Path) -> None:
@@ -62,6 +65,20 @@ def test_what_does_not_fit_is_refused_with_the_numbers(device_free: int | None, 
 def test_a_host_limit_below_one_adapter_is_refused() -> None:
     with pytest.raises(UserError, match=r"takes 1\.00 GiB, and the trainer's host limit is 0\.50 GiB"):
         MemoryPlan(base=0, adapter=GIB, slots=1, store=GIB // 2).check(device_free=None, host_free=99 * GIB)
+
+
+def test_a_host_limit_below_the_adapters_of_a_pass_is_refused() -> None:
+    base = BaseShapes(vocabulary=1, parameters=0, ends=0, linear={"x": (1 << 10, 1 << 10)})
+
+    def plan(limit: int, slots: int, adapters: int) -> MemoryPlan:
+        return MemoryPlan.of(base, bytes_per_parameter=4, max_rank=8, slots=slots, adapters=adapters, host_limit=limit)
+
+    one = plan(GIB, 1, 1).adapter
+    with pytest.raises(UserError, match=r"3 of them are used at once, .* lower capacity.maxRank or trainer.slots"):
+        plan(3 * one - 1, 3, 8).check(device_free=None, host_free=99 * GIB)
+    plan(3 * one, 3, 8).check(device_free=None, host_free=99 * GIB)
+    plan(one, 3, 1).check(device_free=None, host_free=99 * GIB)  # more slots than there will ever be adapters
+    assert plan(3 * one, 1, 8).slots_that_fit(8, device_free=99 * GIB, share=0.25) == 3
 
 
 @pytest.mark.parametrize(("free", "slots"), [(9 * GIB, 1), (16 * GIB, 2), (28 * GIB, 5), (99 * GIB, 8)])
