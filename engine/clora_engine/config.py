@@ -39,6 +39,7 @@ class EngineConfig:
     max_rank: int = 32
     max_off_policy_steps: int = 2  # of an experiment
     data_volumes: dict[str, Path] = field(default_factory=dict)  # name -> folder that experiments may read
+    hub_datasets: tuple[str, ...] = ()  # that experiments may have it download: owner/name or owner/*
     environments: tuple[str, ...] = ()  # that experiments may name; none: all
     environment_hosts: tuple[str, ...] = ()  # that environment HTTP may reach
     loopback_environments: bool = False  # whether it may reach this machine's loopback, for development
@@ -137,6 +138,13 @@ def _host(text: str) -> str:
     return text
 
 
+def _dataset(text: str) -> str:
+    owner, _, name = text.partition("/")
+    if not owner or "*" in owner or not name or "/" in name or ("*" in name and name != "*"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither OWNER/NAME nor OWNER/*")
+    return text
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `clora-engine serve`."""
     cores = os.cpu_count() or 2
@@ -155,6 +163,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-off-policy-steps", type=_steps, default=2, metavar="N", help="highest maxOffPolicySteps of an experiment"
     )
     add("--data-volume", type=_volume, action="append", default=[], metavar="NAME=PATH", dest="data_volumes")
+    add(
+        "--hub-dataset",
+        type=_dataset,
+        action="append",
+        default=[],
+        metavar="OWNER/NAME",
+        dest="hub_datasets",
+        help="data set of the hub that experiments may name, OWNER/* for all of one owner; may be repeated"
+        " (default: none)",
+    )
     add(
         "--environment",
         action="append",
@@ -221,7 +239,7 @@ def from_arguments(args: argparse.Namespace) -> EngineConfig:
     """The parsed flags as a config. Raises ValueError for flags that contradict each other."""
     values = {k: v for k, v in vars(args).items() if k in EngineConfig.__dataclass_fields__}
     values["data_volumes"] = dict(args.data_volumes)
-    values |= {"environments": tuple(args.environments), "environment_hosts": tuple(args.environment_hosts)}
+    values |= {name: tuple(values[name]) for name in ("hub_datasets", "environments", "environment_hosts")}
     config = EngineConfig(**values)
     if config.tenant_port == config.port:
         raise ValueError(f"--tenant-port {config.port} is the control API's: give tenants another")

@@ -4,7 +4,8 @@ A position is all that a run remembers of its data: position -> example is a pur
 integer to be resumed from. A finite set of rows is gone through again and again, each time in another order that
 depends only on the seed and the round; generated data is endless.
 
-Formats: JSON Lines, as text (a ConfigMap's) or as a file, and Parquet files (data_files.py). A row is either what the
+Formats: JSON Lines, as text (a ConfigMap's) or as a file, and Parquet files (data_files.py); files lie on a volume or
+on the hub (data_hub.py). A row is either what the
 experiment's environment takes (`question` and `answer`, say) or, for supervised training, a chat:
 `{"messages": [{"role": ..., "content": ...}, ...]}`. In a chat the assistant's content is all that it writes, tool
 calls included; it is trained on with the environment's tools declared, as they are in an episode.
@@ -22,7 +23,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from clora_engine.data_files import Numbered, RowError, bad_data, from_hub, hub_label, parse_lines, read_file
+from clora_engine.data_files import parse_lines, read_file
+from clora_engine.data_hub import from_hub, hub_label, hub_root
+from clora_engine.data_rows import Numbered, RowError, bad_data
 from clora_engine.environments.protocol import EnvironmentFactory, Example, Generates, Message
 from clora_engine.errors import UserError
 
@@ -197,9 +200,7 @@ def _builtin(source: Builtin, factory: EnvironmentFactory, seed: int, held_out: 
 def _downloaded(source: HubFile, *, with_held_out: bool) -> File:
     def local(name: str) -> File:
         path = from_hub(source.repo, name, source.revision)
-        # the cache holds links from its snapshots to its blobs
-        root = next(parent for parent in path.parents if parent.name == "snapshots").parent
-        return File(path, root, hub_label(source.repo, name, source.revision))
+        return File(path, hub_root(source.repo), hub_label(source.repo, name, source.revision))
 
     train = local(source.file)
     wanted = source.held_out is not None and with_held_out
@@ -207,11 +208,7 @@ def _downloaded(source: HubFile, *, with_held_out: bool) -> File:
 
 
 def _read(source: File) -> Numbered:
-    """The file's rows; links are followed before it is decided whether the file is below the root."""
-    path, root = source.path.resolve(), source.root.resolve()
-    if not path.is_relative_to(root):
-        raise bad_data(f"{source.label} is not within its volume")
-    return read_file(path, source.label, source.path.suffix)
+    return read_file(source.path, source.root, source.label, source.path.suffix)
 
 
 def _held_out_rows(source: File, factory: EnvironmentFactory, count: int) -> list[Example]:

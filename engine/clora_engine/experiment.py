@@ -115,7 +115,7 @@ class Experiment:
     async def _plan_now(self) -> Plan:
         if self._plan is None or self._plan_digest != self.spec_digest:
             services = self._services
-            self._plan = await asyncio.to_thread(planning.build, self.desired, services.config, services.tokenizer)
+            self._plan = await planning.built(self.desired, services.config, services.tokenizer)
             self._plan_digest = self.spec_digest
         return self._plan
 

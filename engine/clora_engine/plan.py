@@ -7,7 +7,9 @@ Every error is a UserError that names the field.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,15 @@ class Plan:
             weight_decay=number(optimizer.weight_decay),
             grad_clip_norm=number(optimizer.max_grad_norm),
         )
+
+
+# Few, and not those of the engine's files: a plan reads data, waits for a container or the hub, and holds its rows.
+_builders = ThreadPoolExecutor(max_workers=2, thread_name_prefix="plan")
+
+
+async def built(desired: DesiredExperiment, config: EngineConfig, tokenizer: Any) -> Plan:
+    """`build`, as one of two at a time."""
+    return await asyncio.get_running_loop().run_in_executor(_builders, build, desired, config, tokenizer)
 
 
 def build(desired: DesiredExperiment, config: EngineConfig, tokenizer: Any) -> Plan:
@@ -207,6 +218,12 @@ def _source(spec: DataSpec, text: str | None, config: EngineConfig) -> data.Sour
             raise UserError("the ConfigMap's contents were not sent along", field="data.configMap")
         return data.Inline(text, f"ConfigMap {spec.config_map.name}, key {spec.config_map.key}")
     if spec.hub is not None:
+        if not {spec.hub.repo, spec.hub.repo.partition("/")[0] + "/*"}.intersection(config.hub_datasets):
+            raise UserError(
+                f"{spec.hub.repo} is none of the data sets that this engine may download (LoRAEngine spec.hubDatasets);"
+                " put the file into a dataVolume",
+                field="data.hub.repo",
+            )
         return data.HubFile(spec.hub.repo, spec.hub.revision, spec.hub.file, spec.hub.held_out_file)
     assert spec.file is not None, "exactly one source: the schema's rule"
     volume, root = spec.file.volume, _volume(spec.file, config, "data.file.volume")
@@ -219,9 +236,13 @@ def _init_folder(spec: ExperimentSpec, config: EngineConfig) -> Path | None:
     if spec.init_from is None or spec.init_from.file is None:
         return None
     source = spec.init_from.file
-    root = _volume(source, config, "initFrom.file.volume").resolve()
-    folder = (root / source.path).resolve()
-    if not folder.is_relative_to(root) or not (folder / "adapter_config.json").is_file():
+    root = _volume(source, config, "initFrom.file.volume")
+    try:
+        folder = (root / source.path).resolve()
+        found = folder.is_relative_to(root.resolve()) and (folder / "adapter_config.json").is_file()
+    except (OSError, RuntimeError, ValueError):  # a name that is too long, a link to itself, a zero byte
+        found = False
+    if not found:
         raise UserError(
             f"{source.volume}/{source.path} is no PEFT adapter directory within its volume",
             reason="InitFromNotFound",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from clora_api.control import (
     CheckpointList,
@@ -22,6 +22,7 @@ from clora_api.control import (
     RunMode,
     spec_digest,
 )
+from clora_engine.admissions import Admissions
 from clora_engine.config import EngineConfig
 from clora_engine.errors import CapacityError
 from clora_engine.experiment import Experiment, reported_checkpoint
@@ -39,6 +40,13 @@ class UnknownExperimentError(KeyError):
     """The engine has no experiment of that uid."""
 
 
+class _Checked(NamedTuple):
+    """`needs_slot`: unless its result was found in the storage."""
+
+    experiment: Experiment
+    needs_slot: bool
+
+
 class Supervisor:
     """The experiments of the engine of one epoch."""
 
@@ -48,6 +56,7 @@ class Supervisor:
         self.epoch = epoch
         self._version = version
         self._experiments: dict[str, Experiment] = {}
+        self._admissions = Admissions[_Checked]()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._revisions: dict[str, int] = {}
         self._revision = 0
@@ -100,26 +109,44 @@ class Supervisor:
         """Brings an experiment to its desired state; the same call again changes nothing.
 
         Raises UserError for a spec that cannot run here, CapacityError when no slot is free, CheckpointError when the
-        storage lacks its commits.
+        storage lacks its commits, TransientError while an earlier spec of it is being checked.
         """
         known = self._experiments.get(desired.uid)
         if known is None:
-            known = Experiment(desired, self._services, self.epoch, self._changed_by(desired.uid))
-            if desired.mode is RunMode.SERVE:
-                await asyncio.to_thread(known.restore_end)
-                self._require_slot(desired)
-            elif not await asyncio.to_thread(known.restore_result):
-                await known.validate()
-                await asyncio.to_thread(known.require_commits)
-                self._require_slot(desired)
-            known = self._experiments.setdefault(desired.uid, known)
-            self._changed(desired.uid)
+            asked = f"{desired.mode}/{spec_digest(desired)}"
+            checked = await self._admissions.ask(desired.uid, asked, lambda: self._checked(desired))
+            known = await self._added(checked, desired)
         elif known.phase is not Phase.DELETING:
             await self._update(known, desired)
         self._let_in(known)
         self._start_if_due(known)
         self._serve_if_due(known)
         return self.report(desired.uid)
+
+    async def _checked(self, desired: DesiredExperiment) -> _Checked:
+        """An experiment whose spec can run here, or whose result is known."""
+        made = Experiment(desired, self._services, self.epoch, self._changed_by(desired.uid))
+        if desired.mode is RunMode.SERVE:
+            await asyncio.to_thread(made.restore_end)
+        elif await asyncio.to_thread(made.restore_result):
+            return _Checked(made, needs_slot=False)
+        else:
+            await made.validate()
+            await asyncio.to_thread(made.require_commits)
+        return _Checked(made, needs_slot=True)
+
+    async def _added(self, checked: _Checked, desired: DesiredExperiment) -> Experiment:
+        """It takes its slot. Several may have asked for it at once: the first adds it."""
+        known = self._experiments.get(desired.uid)
+        if known is None:
+            known = checked.experiment
+            if checked.needs_slot:
+                self._require_slot(desired)
+            self._experiments[desired.uid] = known
+            self._changed(desired.uid)
+        if known.desired != desired and known.phase is not Phase.DELETING:
+            await self._update(known, desired)
+        return known
 
     async def _update(self, known: Experiment, desired: DesiredExperiment) -> None:
         if spec_digest(desired) != known.spec_digest:

@@ -260,7 +260,8 @@ def arguments(spec: EngineSpec) -> list[str]:
         *(f"--environment={name}" for name in spec.environments.allowed),
         *(f"--environment-host={host}" for host in spec.environments.allowed_hosts),
     ]
-    return ["serve", *(f"--{flag}={value}" for flag, value in flags.items()), *volumes, *environments]
+    datasets = [f"--hub-dataset={pattern}" for pattern in spec.hub_datasets]
+    return ["serve", *(f"--{flag}={value}" for flag, value in flags.items()), *volumes, *datasets, *environments]
 
 
 def _volumes(meta: Meta, spec: EngineSpec, secret: tuple[str, str]) -> tuple[list[Manifest], list[Manifest]]:

@@ -176,6 +176,12 @@ HostPattern = Annotated[
 ]
 
 
+HubDatasets = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/(\*|[A-Za-z0-9][A-Za-z0-9._-]*)$", min_length=3, max_length=96),
+]
+
+
 class Environments(ApiModel):
     """What experiments may play in."""
 
@@ -275,6 +281,12 @@ class EngineSpec(ApiModel):
         max_length=32,
         description="Claims that experiments may read from, by name.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    hub_datasets: list[HubDatasets] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Public data sets of the hub that experiments may have the engine download: openai/gsm8k, or all of"
+        " one owner, openai/*. Empty: none. An engine keeps at most 8 GiB of them.",
     )
     environments: Environments = Field(
         default_factory=Environments, description="Environments, and hosts, that experiments may use."

@@ -241,7 +241,9 @@ class Environment(ApiModel):
         " malformedCalls, Answer (with an error) or End (the episode). HTTP takes url, and retries of a request that"
         " fails (0 to 5, default 2).",
     )
-    max_turns: int = Field(3, ge=1, le=64, description="Turns of the model in an episode; it ends with reward 0 then.")
+    max_turns: int = Field(
+        3, ge=1, le=64, description="Turns of the model in an episode; it then ends with its rewards so far."
+    )
     concurrency: int = Field(64, ge=1, le=4096, description="Episodes of this experiment in flight at once.")
     max_episode_tokens: int | None = Field(
         None,
@@ -278,17 +280,20 @@ class DataFile(VolumePath):
     )
 
 
-HubPath = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", min_length=1, max_length=253)]
+_HUB_PART = r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*"  # neither '.' nor '..', nor hidden
+_HUB_NAME = r"[A-Za-z0-9]+([-._][A-Za-z0-9]+|__[A-Za-z0-9]+)*"  # the hub takes neither '--' nor '..'
+HubPath = Annotated[str, Field(pattern=rf"^{_HUB_PART}(/{_HUB_PART})*$", min_length=1, max_length=253)]
+HUB_REPO_PATTERN = rf"^{_HUB_NAME}/{_HUB_NAME}$"
 
 
 class HubFile(ApiModel):
     """A file of a public data set on the hub."""
 
-    repo: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = (
-        Field(description="The data set's repository: openai/gsm8k.")
+    repo: Annotated[str, Field(pattern=HUB_REPO_PATTERN, max_length=96)] = Field(
+        description="The data set's repository: openai/gsm8k. One that the engine's spec.hubDatasets allows."
     )
     revision: HubPath = Field(
-        description="A commit, or a tag: a run that is resumed, or repeated, must find the same rows."
+        description="A commit: a run that is resumed, or repeated, must find the same rows. A tag or branch can move."
     )
     file: HubPath = Field(
         description="A JSON Lines or Parquet file of the repository: main/train-00000-of-00001.parquet."

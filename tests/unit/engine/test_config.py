@@ -87,6 +87,9 @@ def test_environments_and_their_hosts() -> None:
     [
         "--environment=Chess",
         "--environment-host=http://a",
+        "--hub-dataset=*/x",
+        "--hub-dataset=gsm8k",
+        "--hub-dataset=a/b*",
         "--data-volume=a",
         "--data-volume=a=relative",
         "--kv-cache-memory=4 GB",

@@ -100,12 +100,28 @@ def test_work_left_is_measured_once_there_is_a_step_and_bounded_by_the_spec_befo
         ({"data": {"file": {"volume": "d", "path": "x.jsonl"}}}, "data.file.volume"),
         ({"initFrom": {"file": {"volume": "d", "path": "x"}}}, "initFrom.file.volume"),
         ({"data": {"configMap": {"name": "c", "key": "k"}}}, "data.configMap"),
-        ({"data": {"hub": {"repo": "a/b", "revision": "v1", "file": "x.jsonl"}}}, "data"),
+        ({"data": {"hub": {"repo": "a/b", "revision": "v1", "file": "x.jsonl"}}}, "data.hub.repo"),
         ({"environment": {"name": "HTTP", "arguments": {"url": "http://a.svc"}}}, "environment.name"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, spec: dict[str, Any], field: str) -> None:
     assert refused(tmp_path, desired(**spec)).field == field
+
+
+@pytest.mark.parametrize("pattern", ["a/b", "a/*"])
+def test_data_sets_of_the_hub_are_for_those_that_the_owner_allows(tmp_path: Path, pattern: str) -> None:
+    hub = {"repo": "a/b", "revision": "v1", "file": "x.jsonl"}
+    allowed = refused(tmp_path, desired(data={"hub": hub}), hub_datasets=(pattern,))
+    assert "is not in the cache of this engine, which works offline" in str(allowed)
+    other = refused(tmp_path, desired(data={"hub": {**hub, "repo": "ab/b"}}), hub_datasets=(pattern,))
+    assert (other.field, "spec.hubDatasets" in str(other)) == ("data.hub.repo", True)
+
+
+@pytest.mark.parametrize("name", ["loop", "x" * 300])
+def test_an_adapter_folder_that_cannot_be_followed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    adapter = desired(initFrom={"file": {"volume": "v", "path": name}})
+    assert refused(tmp_path, adapter, data_volumes={"v": tmp_path}).field == "initFrom.file.path"
 
 
 def test_files_stay_below_their_volume(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_every_flag_is_one_of_the_engines() -> None:
     of = ours(
         dataVolumes=[{"name": "sets", "claimName": "c"}],
         sampler={"kvCacheMemory": "4Gi"},
+        hubDatasets=["openai/gsm8k", "team/*"],
         environments={"allowed": ["GSM8K", "HTTP"], "allowedHosts": ["*.team.svc", "a.svc:8000"]},
         serving={"enabled": True},
     )
@@ -105,6 +106,7 @@ def test_every_flag_is_one_of_the_engines() -> None:
     assert str(config.data_volumes["sets"]) == "/data/sets"
     assert config.kv_cache_bytes == 4 << 30
     assert config.tenant_port == 8000
+    assert config.hub_datasets == ("openai/gsm8k", "team/*")
     assert config.environments == ("GSM8K", "HTTP")
     assert config.environment_hosts == ("*.team.svc", "a.svc:8000")
 

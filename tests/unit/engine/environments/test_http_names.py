@@ -33,7 +33,7 @@ class Hanging:
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
     server = Hanging()
-    monkeypatch.setattr(http_names.socket, "getaddrinfo", server)
+    monkeypatch.setattr(socket, "getaddrinfo", server)
     yield server
     server.go.set()
 
