@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from kubernetes.client.exceptions import ApiException
 
-from tests.integration.operator_fixtures import Cluster, EngineProcess, Stage, condition, status, wait_for
+from tests.integration.operator_fixtures import Cluster, EngineProcess, Stage, condition, stage, status, wait_for
 
 pytestmark = pytest.mark.integration
+__all__ = ["stage"]
 
 ON = {"enabled": True}
 
