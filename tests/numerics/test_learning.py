@@ -11,7 +11,7 @@ import random
 import pytest
 
 from clora_engine.advantages import Batch, grpo, reinforce, sft
-from clora_engine.batches import minibatches, with_importance_weights
+from clora_engine.batches import minibatches, row_sizes, with_importance_weights
 from clora_engine.chat import Demonstration
 from clora_engine.types import Completion, Loss, LossName, Row
 from tests.numerics.bandit import PROMPTS, Bandit, reward
@@ -24,7 +24,7 @@ def learn(
     bandit: Bandit, name: LossName, batch: Batch, learning_rate: float, *, epochs: int = 1, parts: int = 1
 ) -> None:
     for epoch in range(epochs):
-        for part in minibatches(batch, parts, f"{len(batch.rows)}/{epoch}"):
+        for part in minibatches(batch, parts, f"{len(batch.rows)}/{epoch}", row_sizes(batch.rows)):
             loss = Loss(name=name, denominator=part.denominator)
             bandit.trainer.forward_backward("a", part.rows, loss)
             bandit.update(learning_rate)
