@@ -22,20 +22,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from clora_engine import trainer_protocol as protocol
-from clora_engine.trainer_ranks import EXIT_RANK_LOST
+from clora_engine.trainer_ranks import EXIT_RANK_LOST, forget
 
 log = logging.getLogger("clora.trainer")
 
 
 class Followers:
-    """The other ranks' processes, as rank 0 sees them. Without any (`size` 1) every method does nothing.
+    """The other ranks' processes, as rank 0 sees them.
 
     size: ranks, rank 0 included. threads: CPU threads of each.
     """
 
     def __init__(self, size: int, threads: int) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="clora-ranks-")
-        self.rendezvous = Path(self._folder.name, "rendezvous")
+        self.rendezvous = Path(tempfile.mkdtemp(prefix="clora-ranks-"), "rendezvous")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
         self._ending = False
@@ -44,8 +43,7 @@ class Followers:
             with theirs:
                 self._processes.append(self._start(rank, size, threads, theirs))
             self._sockets.append(ours)
-        if self._sockets:
-            when_closed(self._sockets, self._follower_lost)
+        when_closed(self._sockets, self._follower_lost)
 
     def _start(self, rank: int, size: int, threads: int, connection: socket.socket) -> subprocess.Popen[bytes]:
         fd = str(connection.fileno())
@@ -88,7 +86,7 @@ class Followers:
             process.kill()
         for process in self._processes:
             process.wait()
-        self._folder.cleanup()
+        forget(self.rendezvous)
 
     def _follower_lost(self) -> NoReturn:
         self._give_up("a rank of the trainer ended")

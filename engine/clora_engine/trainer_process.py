@@ -17,6 +17,8 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from clora_engine.trainer_cost import Choice, choose
 from clora_engine.trainer_followers import Followers, confirmation, when_closed
 from clora_engine.trainer_memory import MemoryPlan, device_free, host_memory
 from clora_engine.trainer_pass import Request
-from clora_engine.trainer_ranks import Ranks
+from clora_engine.trainer_ranks import Ranks, forget
 
 log = logging.getLogger("clora.trainer")
 
@@ -237,13 +239,12 @@ class TrainerServer:
         return data
 
 
-def exit_with_parent(connection: socket.socket, followers: Followers | None) -> None:
-    """Ends this process and its followers at once when the other side closes, even in the middle of a long computation:
-    a trainer without its engine would hold the device that the next engine needs."""
+def exit_with_parent(connection: socket.socket, clean_up: Callable[[], None]) -> None:
+    """Ends this process at once when the other side closes, even in the middle of a long computation: a trainer without
+    its engine would hold the device that the next engine needs."""
 
     def end() -> None:
-        if followers is not None:
-            followers.end()
+        clean_up()
         os._exit(0)
 
     when_closed([connection], end)
@@ -268,8 +269,10 @@ def main(arguments: list[str]) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     connection = socket.socket(fileno=options.fd)
-    followers = None if options.rank else Followers(options.processes, options.threads)
-    exit_with_parent(connection, followers)
+    followers = None
+    if options.rank == 0 and options.processes > 1:
+        followers = Followers(options.processes, options.threads)
+    exit_with_parent(connection, partial(forget, options.rendezvous) if followers is None else followers.end)
     TrainerServer(
         connection,
         rank=options.rank,

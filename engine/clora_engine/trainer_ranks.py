@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,12 @@ class _Trouble(msgspec.Struct, frozen=True):
     out_of_memory: bool
 
 
+def forget(rendezvous: Path | None) -> None:
+    """Removes the meeting place of ranks that end; whichever of them can does."""
+    if rendezvous is not None:
+        shutil.rmtree(rendezvous.parent, ignore_errors=True)
+
+
 class Ranks:
     """This process's place among the ranks. Not thread-safe. `Ranks()` is a trainer of one process, where nothing is
     exchanged and every method does what it says at no cost.
@@ -55,8 +62,9 @@ class Ranks:
     in_step: the base model is sharded, so that ranks must run as many passes as each other (trainer_shard.py).
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, *, in_step: bool = False) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, *, in_step: bool = False, rendezvous: Path | None = None) -> None:
         self.rank, self.size, self.in_step = rank, size, in_step
+        self._rendezvous = rendezvous
 
     @classmethod
     def join(
@@ -76,7 +84,7 @@ class Ranks:
             timeout=TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
-        ranks = cls(rank, size, in_step=in_step)
+        ranks = cls(rank, size, in_step=in_step, rendezvous=rendezvous)
         ranks.check()
         return ranks
 
@@ -158,5 +166,6 @@ class Ranks:
 
     def _lost(self, error: Exception) -> NoReturn:
         log.critical("rank %d has lost the others and ends: %s", self.rank, error)
+        forget(self._rendezvous)
         logging.shutdown()
         os._exit(EXIT_RANK_LOST)

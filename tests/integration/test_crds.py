@@ -204,6 +204,8 @@ def test_an_experiment_is_refused(api: Api, changes: dict[str, Any], words: str)
         ({"endpoint": "http://engine/path", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
         ({"endpoint": "file:///etc/passwd", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
         ({"capacity": {"maxRank": 17}}, "spec.capacity.maxRank"),
+        ({"trainer": {"gpus": 9}}, "should be less than or equal to 8"),
+        ({"trainer": {"gpus": 1, "shardBase": True}}, "set gpus to 2 or more"),
         ({"trainer": {"slots": 65}}, "must be Auto or a number from 1 to 64"),
         ({"trainer": {"slots": "4"}}, "must be Auto or a number from 1 to 64"),
         ({"scheduling": "First"}, 'supported values: "FairShare", "ShortestRemaining"'),

@@ -129,12 +129,16 @@ async def test_a_rank_that_dies_idle_is_noticed(client: TrainerClient) -> None:
 async def test_when_rank_0_is_killed_no_rank_is_left(client: TrainerClient) -> None:
     await client.create("a", LoraConfig(rank=8, alpha=16))
     processes = others(client)
+    command = processes[0].cmdline()
+    rendezvous = command[command.index("--rendezvous") + 1]
+    assert os.path.exists(rendezvous)  # noqa: ASYNC240
     running = asyncio.create_task(client.forward_backward("a", long_batch(), LONG))
     await until_running(client)
     os.kill(client.pid, signal.SIGKILL)
     with pytest.raises(TrainerDied, match="signal 9"):
         await running
     await gone(processes)
+    assert not os.path.exists(os.path.dirname(rendezvous))  # noqa: ASYNC240
 
 
 async def test_auto_slots_are_chosen_alike(checkpoint: Path) -> None:
