@@ -161,6 +161,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of a small instruction-tuned model")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error("--steps must be at least 1")
     settings = Settings(steps=arguments.steps, threads=os.cpu_count() or 2)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as versions:  # they are read once and removed
         rewards = asyncio.run(learn(arguments.model, settings, Path(versions) / "versions"))

@@ -168,6 +168,8 @@ def load(source: Source, factory: EnvironmentFactory, *, seed: int, held_out: in
         raise _too_few(held_out, f"{source.label} has {len(rows)} rows, of which at least one must be left to train on")
     # The choice must not change with the order of training: it has a permutation of its own.
     chosen = permutation(len(rows), seed, -1)[:held_out]
+    if chat:
+        _check_playable([rows[i] for i in chosen], source.label, factory)
     aside = set(chosen)
     return Data(Rows([row for i, row in enumerate(rows) if i not in aside], seed), [rows[i] for i in chosen])
 
@@ -217,6 +219,20 @@ def _held_out_rows(source: File, factory: EnvironmentFactory, count: int) -> lis
     if count > len(rows):
         raise _too_few(count, f"{source.label} has {len(rows)} rows")
     return [rows[i] for i in permutation(len(rows), 0, -1)[:count]]
+
+
+def _check_playable(rows: Sequence[Example], label: str, factory: EnvironmentFactory) -> None:
+    """Rows to evaluate on are played in the environment, which a chat alone is not enough for."""
+    for row in rows:
+        try:
+            factory.check(row)
+        except ValueError as error:
+            raise UserError(
+                f"{label}: rows of chats are set aside to evaluate on, and the environment cannot play them: {error}."
+                " Give a held-out file of rows for it, add its fields to the chats, or set evaluation.examples to 0",
+                reason="InvalidData",
+                field="evaluation.examples",
+            ) from None
 
 
 class _ChatMessage(msgspec.Struct, forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from clora_api.control import TrajectoryOrder
 from clora_operator.cli_compare import compare
 from clora_operator.cli_engine import EngineAccess, find_experiment
 from clora_operator.cli_logs import logs
+from clora_operator.cli_text import harmless
 from clora_operator.cli_trajectories import MAX_LIMIT, trajectories
 from clora_operator.cli_watch import watch
 from clora_operator.kube import Kube, KubeError, configuration, default_namespace
@@ -45,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(kube, namespace, arguments))
     except (CliError, KubeError, ConfigException, LookupError, OSError) as error:
         print(f"clora: {error.args[0] if error.args else error}", file=sys.stderr)
+        return 2
+    except (HTTPException, ValueError) as error:  # an answer that breaks off, or is none of an engine's
+        print(f"clora: the engine's answer cannot be read: {harmless(str(error))[:300]}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from clora_operator.cli_engine import find_experiment
@@ -38,7 +39,7 @@ class Course:
 
     def points(self, metric: str) -> list[tuple[int, float]]:
         """(step, value) where the metric is."""
-        return [(int(row["step"]), float(row[metric])) for row in self.rows if metric in row]
+        return [(int(row["step"]), float(row[metric])) for row in self.rows if _is_number(row.get(metric))]
 
     def values(self, metric: str) -> list[float]:
         return [value for _, value in self.points(metric)]
@@ -54,7 +55,8 @@ def compare(
         experiment = find_experiment(kube, namespace, name)
         courses.append(Course(name, str(state_of(experiment)), tuple(read_metrics(kube, experiment))))
     if not any(course.values(metric) for course in courses):
-        known = sorted({key for course in courses for row in course.rows for key in row} - {"step", "time"})
+        rows = [row for course in courses for row in course.rows]
+        known = sorted({key for row in rows for key, value in row.items() if _is_number(value)} - {"step"})
         raise LookupError(f"none of them has a metric {metric}; there are: {', '.join(known) or 'none yet'}")
     if plot_to is not None:
         plot(courses, metric, plot_to)
@@ -67,7 +69,7 @@ def table(courses: Sequence[Course], metric: str) -> Table:
     made = Table()
     made.add_column("Name")
     made.add_column("State")
-    for heading in ("Steps", f"{metric} first {ENDS}", f"last {ENDS}", "best", "held out", "tokens", "s/step"):
+    for heading in ("Steps", f"{escape(metric)} first {ENDS}", f"last {ENDS}", "best", "held out", "tokens", "s/step"):
         made.add_column(heading, justify="right")
     made.add_column("course")
     span = [value for course in courses for value in course.values(metric)]
@@ -117,6 +119,10 @@ def plot(courses: Sequence[Course], metric: str, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _held_out(course: Course) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from http.client import HTTPException
 from typing import Any
 
 from clora_api.v1alpha1.conditions import State
 from clora_operator.cli_engine import EngineAccess, find_experiment
-from clora_operator.cli_text import harmless
 from clora_operator.cli_watch import message_of, state_of
 from clora_operator.kube import EXPERIMENTS, Kube
 from clora_operator.resources import Experiment, parse_experiment
@@ -22,8 +22,8 @@ _SECONDS = ("rollout_seconds", "environment_seconds", "train_seconds", "publish_
 def logs(kube: Kube, namespace: str, name: str, *, follow: bool) -> int:
     """Prints an experiment's steps so far; with `follow`, the next ones too, until it has succeeded or failed.
 
-    Returns 1 if it has failed, otherwise 0. Raises LookupError for an experiment that does not exist; without `follow`,
-    also when its engine cannot be asked.
+    Returns 1 if `follow` saw it fail, otherwise 0. Raises LookupError for an experiment that does not exist; without
+    `follow`, also when its engine cannot be asked.
     """
     first = find_experiment(kube, namespace, name)
     printer = _Printer(first)
@@ -37,7 +37,12 @@ def logs(kube: Kube, namespace: str, name: str, *, follow: bool) -> int:
             printer.state(experiment)
         try:
             printer.steps(read_metrics(kube, experiment))
-        except (LookupError, OSError) as error:  # not on an engine yet, or it does not answer now: there is a next time
+        except (
+            LookupError,
+            OSError,
+            HTTPException,
+            ValueError,
+        ) as error:  # not on an engine yet, or it does not answer now: there is a next time
             trouble = str(error.args[0] if error.args else error)
         if experiment.finished:
             printer.state(experiment)
@@ -49,7 +54,7 @@ def logs(kube: Kube, namespace: str, name: str, *, follow: bool) -> int:
 
 
 def read_metrics(kube: Kube, experiment: Experiment) -> list[Row]:
-    """All steps of an experiment. Raises LookupError, OSError."""
+    """All steps of an experiment. Raises LookupError, OSError; HTTPException or ValueError for a broken answer."""
     with EngineAccess(kube, experiment).get(f"/v1/experiments/{experiment.meta.uid}/metrics") as answer:
         return [json.loads(line) for line in answer.read().splitlines()]
 
@@ -98,7 +103,7 @@ class _Printer:
                 print(step_line(row, self._max_steps), flush=True)
 
     def state(self, experiment: Experiment) -> None:
-        message = harmless(message_of(experiment)).replace("\n", " ")
+        message = message_of(experiment).replace("\n", " ")
         line = f"{state_of(experiment)}: {message}" if message else str(state_of(experiment))
         if line != self._state:
             self._state = line

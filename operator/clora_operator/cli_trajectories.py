@@ -37,7 +37,7 @@ def trajectories(
         page = TrajectoryPage.model_validate_json(answer.read())
     if as_json:
         for item in page.items:
-            print(json.dumps({"step": page.step} | item.to_api(), ensure_ascii=False))
+            print(json.dumps({"step": page.step} | item.to_api()))  # ASCII: nothing in it moves a cursor
         return 0
     console.print(_heading(name, page, order), highlight=False, markup=False)
     for item in page.items:

@@ -8,8 +8,10 @@ from contextlib import nullcontext
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from clora_api.v1alpha1.conditions import ExperimentCondition, State, derive_state
+from clora_operator.cli_text import harmless
 from clora_operator.kube import EXPERIMENTS, Kube
 from clora_operator.resources import Experiment, find_condition, parse_experiment
 
@@ -74,12 +76,12 @@ def _table_shower(live: Live) -> Callable[[list[Experiment]], None]:
             left = progress.estimated_remaining_seconds if progress and not experiment.finished else None
             table.add_row(
                 experiment.meta.name,
-                f"[{colour}]{state}[/]" if colour else state,
+                Text(state, style=colour),
                 experiment.status.engine.name if experiment.status.engine else "",
                 _steps(experiment),
                 progress.reward if progress else "",
                 f"{left} s" if left is not None else "",
-                message_of(experiment),
+                Text(message_of(experiment)),
             )
         live.update(table, refresh=True)
 
@@ -99,7 +101,12 @@ def state_of(experiment: Experiment) -> State:
 
 
 def message_of(experiment: Experiment) -> str:
-    """The message of the condition that says most about its state; none while all is well."""
+    """The message of the condition that says most about its state; none while all is well. Others write into it, so
+    it is for a terminal as `harmless` leaves it."""
+    return harmless(_message(experiment))
+
+
+def _message(experiment: Experiment) -> str:
     conditions = experiment.status.conditions
     for kind, told in (
         (ExperimentCondition.FAILED, "True"),

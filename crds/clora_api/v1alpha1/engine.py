@@ -194,8 +194,8 @@ class Environments(ApiModel):
         default_factory=list,
         max_length=64,
         description="Hosts that the environment HTTP may reach: grader.team.svc, with a port grader.team.svc:8000, or"
-        " all names below one, *.team.svc. The engine itself, link-local and metadata addresses and the API server are"
-        " never reached, whatever name leads there.",
+        " all names below one, *.team.svc. The engine's own address, link-local and metadata addresses and the API"
+        " server's Service are never reached, whatever name leads there.",
     )
 
 

@@ -16,8 +16,15 @@ from urllib.parse import SplitResult, urlsplit
 from aiohttp.abc import AbstractResolver
 
 from clora_engine.environments.arguments import argument_error, refuse_unknown
-from clora_engine.environments.http_addresses import HostPolicy
-from clora_engine.environments.http_client import AddressRefused, BadAnswer, EnvironmentClient, EnvironmentRequestError
+from clora_engine.environments.http_addresses import HostPolicy, is_host
+from clora_engine.environments.http_client import (
+    AddressRefused,
+    AnswerTooLarge,
+    BadAnswer,
+    BadStatus,
+    EnvironmentClient,
+    EnvironmentRequestError,
+)
 from clora_engine.environments.http_protocol import (
     Call,
     Close,
@@ -143,9 +150,11 @@ async def _describe(client: EnvironmentClient, url: str) -> Description:
         raise TransientError(
             f"the environment at {url} did not describe itself within {DESCRIBE_SECONDS:g} s"
         ) from None
-    except (AddressRefused, BadAnswer) as error:
-        raise argument_error("url", f"the environment at {url}: {error}") from None
     except EnvironmentRequestError as error:
+        if isinstance(error, AddressRefused | AnswerTooLarge | BadAnswer) or (
+            isinstance(error, BadStatus) and error.lasting
+        ):
+            raise argument_error("url", f"the environment at {url}: {error}") from None
         raise TransientError(f"the environment at {url} does not describe itself: {error}") from None
     finally:
         await client.close()
@@ -171,7 +180,7 @@ def _url(arguments: Mapping[str, str], policy: HostPolicy) -> str:
 
 def _is_plain(url: SplitResult) -> bool:
     """http(s), a host, a port that is a number (`port` raises ValueError otherwise), and no more than a path."""
-    plain = url.scheme in ("http", "https") and bool(url.hostname) and (url.port is None or url.port > 0)
+    plain = url.scheme in ("http", "https") and is_host(url.hostname or "") and (url.port is None or url.port > 0)
     return plain and "@" not in url.netloc and not url.query and not url.fragment and url.netloc.isascii()
 
 

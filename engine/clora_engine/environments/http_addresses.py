@@ -1,9 +1,11 @@
 """Which hosts and addresses an engine talks to on behalf of tenants.
 
-Two lists decide. Hosts by name: only those that the engine's owner allows. Addresses: never the engine itself, its
-loopback, link-local and metadata addresses, or the Kubernetes API server, whatever name leads there. Names are resolved
-first, every address is checked, and the connection goes to a checked address, so that a name that changes its address
-in between (DNS rebinding) gains nothing. Private networks are not refused: that is where a cluster's services are.
+Two lists decide. Hosts by name: only those that the engine's owner allows. Addresses: never the engine's own, its
+loopback, link-local and metadata addresses, or that of the Kubernetes API server's Service, whatever name leads there.
+(A Service of the engine's, and the API server's own address behind its Service, are for the list of hosts and for a
+NetworkPolicy.) Names are resolved first, every address is checked, and the connection goes to a checked address, so
+that a name that changes its address in between (DNS rebinding) gains nothing. Private networks are not refused: that is
+where a cluster's services are.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult
 
+from clora_engine.errors import TransientError
+
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 # Those beyond 169.254.0.0/16, which is refused as a whole: Azure, Alibaba, Oracle, AWS and Google over IPv6.
@@ -24,6 +28,7 @@ METADATA = frozenset(
     for text in ("168.63.129.16", "100.100.100.200", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254")
 )
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*", re.ASCII)
 _PATTERN = re.compile(r"(\*\.)?([a-z0-9]([-a-z0-9.]*[a-z0-9])?)(?::([0-9]{1,5}))?")
 
 
@@ -60,7 +65,7 @@ class HostPolicy:
 
     def allows(self, url: SplitResult) -> bool:
         """Whether the host of an http or https URL is on the list."""
-        host = (url.hostname or "").rstrip(".")
+        host = (url.hostname or "").removesuffix(".")
         port = url.port or (443 if url.scheme == "https" else 80)
         return any(allowed.allows(host, port) for allowed in self.hosts)
 
@@ -74,7 +79,7 @@ class HostPolicy:
         if found in METADATA:
             return "is a cloud's metadata address"
         if found in self.forbidden:
-            return "is the address of the Kubernetes API server"
+            return "is the address of the Kubernetes API server's Service"
         if found.is_unspecified or found.is_multicast or found.is_reserved:
             return "is no address of a host"
         if _is_own(found):
@@ -82,11 +87,22 @@ class HostPolicy:
         return None
 
 
+def is_host(text: str) -> bool:
+    """Whether it is a DNS name (labels of 1 to 63 letters, digits and hyphens, 253 in all) or an IP address."""
+    if _NAME.fullmatch(text.removesuffix(".")):
+        return True
+    try:
+        return bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False
+
+
 def policy(hosts: Sequence[str], *, loopback: bool, environ: Mapping[str, str] = os.environ) -> HostPolicy:
-    """The policy of an engine; in a pod, KUBERNETES_SERVICE_HOST tells where the API server is. Raises ValueError for
-    what is no host."""
+    """The policy of an engine; in a pod, KUBERNETES_SERVICE_HOST tells where the API server's Service is. Raises
+    ValueError for what is no host, TransientError when that Service has no address: nothing is then reached."""
     forbidden = set()
-    if server := environ.get("KUBERNETES_SERVICE_HOST"):
+    server = environ.get("KUBERNETES_SERVICE_HOST")
+    if hosts and server:  # without hosts no address is reached anyway
         for info in _resolve(server):
             forbidden.add(_unwrapped(ipaddress.ip_address(info)))
     return HostPolicy(tuple(AllowedHost.parse(host) for host in hosts), loopback, frozenset(forbidden))
@@ -95,8 +111,10 @@ def policy(hosts: Sequence[str], *, loopback: bool, environ: Mapping[str, str] =
 def _resolve(host: str) -> set[str]:
     try:
         return {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError:
-        return set()
+    except (OSError, UnicodeError):
+        raise TransientError(
+            f"KUBERNETES_SERVICE_HOST {host} has no address, so that it cannot be kept apart"
+        ) from None
 
 
 def _unwrapped(address: IPAddress) -> IPAddress:

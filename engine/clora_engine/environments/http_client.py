@@ -41,7 +41,11 @@ class AddressRefused(EnvironmentRequestError):
 
 
 class BadStatus(EnvironmentRequestError):
-    """Answered with another status than 2xx; redirects are not followed."""
+    """Answered with another status than 2xx; redirects are not followed. `lasting`: no later try will better it."""
+
+    def __init__(self, message: str, *, lasting: bool) -> None:
+        super().__init__(message)
+        self.lasting = lasting
 
 
 class AnswerTooLarge(EnvironmentRequestError):
@@ -114,7 +118,7 @@ class EnvironmentClient:
             ) as response:
                 _check_status(what, response.status)
                 return await _read(what, response)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:
             told = str(error) or type(error).__name__
             raise _Again(Unreachable(f"{what}: {told}")) from None
 
@@ -141,9 +145,10 @@ def _check_status(what: str, status: int) -> None:
     if 200 <= status < 300:
         return
     if 300 <= status < 400:
-        raise BadStatus(f"{what} answered {status}: redirects are not followed")
-    error = BadStatus(f"{what} answered {status}")
-    raise _Again(error) if status == 429 or status >= 500 else error
+        raise BadStatus(f"{what} answered {status}: redirects are not followed", lasting=True)
+    if status == 429 or status >= 500:
+        raise _Again(BadStatus(f"{what} answered {status}", lasting=False))
+    raise BadStatus(f"{what} answered {status}", lasting=True)
 
 
 async def _read(what: str, response: aiohttp.ClientResponse) -> bytes:

@@ -12,6 +12,7 @@ strict: a number is no text. docs/environments.md holds the same as OpenAPI for 
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -89,6 +90,18 @@ class Description(Wire):
     tools: list[ToolDescription] = Field([], max_length=32)
     required_fields: list[str] = Field([], max_length=64)
     generates: bool = False
+
+    @model_validator(mode="after")
+    def _tools_differ(self) -> Description:
+        names = [tool.name for tool in self.tools]
+        if twice := next((i for i, name in enumerate(names) if name in names[:i]), None):
+            raise ValueError(f"tools.{twice}.name: there is a tool {names[twice]} already")
+        for i, tool in enumerate(self.tools):
+            try:
+                json.dumps(tool.parameters.model_dump(), allow_nan=False)
+            except ValueError:
+                raise ValueError(f"tools.{i}.parameters: holds a number that is not finite") from None
+        return self
 
 
 class FirstMessage(Wire):

@@ -216,3 +216,13 @@ def test_bad_chats_are_named(messages: Any, what: str) -> None:
 def test_datasets_are_values() -> None:
     assert isinstance(PROBLEMS, Generates)
     assert Generated(PROBLEMS, 1) == Generated(PROBLEMS, 1) != Generated(PROBLEMS, 2)
+
+
+def test_chats_set_aside_to_evaluate_on_must_be_playable() -> None:
+    said = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    chats = "\n".join([json.dumps(said)] * 4)
+    with pytest.raises(UserError, match="the environment cannot play them: 'question' must be a text") as caught:
+        load(Inline(chats, "inline"), GSM8K, seed=0, held_out=2, chat=True)
+    assert caught.value.field == "evaluation.examples"
+    both = "\n".join([json.dumps({**said, "question": "Q?", "answer": "#### 1"})] * 4)
+    assert len(load(Inline(both, "inline"), GSM8K, seed=0, held_out=2, chat=True).held_out) == 2

@@ -31,6 +31,7 @@ from clora_operator.cli_compare import BARS, Course, plot, sparkline
 from clora_operator.cli_logs import logs, step_line
 from clora_operator.cli_text import harmless
 from clora_operator.cli_trajectories import trajectories
+from clora_operator.cli_watch import watch
 from clora_operator.kube import ENGINES, Kube
 from tests.unit.engine.chat_fixtures import CHATML, tiny_tokenizer
 from tests.unit.operator.factories import claimed, condition, metadata, running, spec
@@ -224,6 +225,80 @@ def test_following_waits_for_an_engine_that_cannot_be_asked_yet(
     assert (lines[:2], lines[2][:9], lines[-1]) == (["-- Pending", "-- Running"], "step 0/10", "-- Succeeded")
 
 
+def breaking_off(*answers: bytes) -> tuple[str, threading.Thread]:
+    """Where an engine gives these answers, one a connection, and then is gone."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listener:
+            for answer in answers:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}", thread
+
+
+CUT = b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"step": 0}\n'
+GARBAGE = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"
+
+
+@pytest.mark.parametrize("answer", [CUT, GARBAGE, b"SSH-2.0\r\n"])
+@pytest.mark.parametrize("command", [["logs"], ["trajectories"], ["compare"]])
+def test_an_answer_that_breaks_off_is_said(
+    kube: FakeKube,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    answer: bytes,
+) -> None:
+    kube.endpoint, thread = breaking_off(answer)
+    assert run(kube, monkeypatch, *command, "kitchen") == 2
+    thread.join()
+    told = capsys.readouterr()
+    assert told.err.startswith("clora: ")
+    assert len(told.err) < 400
+
+
+def test_metrics_that_break_off_are_said(
+    kube: FakeKube, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kube.endpoint, thread = breaking_off(CUT)
+    assert run(kube, monkeypatch, "metrics", "--json", "kitchen") == 2
+    thread.join()
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_following_outlives_an_engine_that_breaks_off(kube: FakeKube, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoint = kube.endpoint
+    kube.endpoint, thread = breaking_off(CUT, GARBAGE)
+
+    def back() -> None:
+        kube.endpoint = endpoint
+        kube.statuses["kitchen"] = claimed(condition("Succeeded", "True", "Done"))
+
+    kube.changes = [lambda: None, back]
+    assert logs(real(kube), "team", "kitchen", follow=True) == 0
+    thread.join()
+    assert "step 3/10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_watch_shows_messages_of_others_as_they_are(
+    kube: FakeKube, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    told = "no [/foo] \x1b[2J [red]"
+    kube.statuses = {"kitchen": claimed(condition("Failed", "True", "Oops", message=told))}
+    console = Console(width=200, force_terminal=terminal, no_color=True)
+    assert watch(real(kube), "team", [], until_done=True, console=console) == 1
+    shown = capsys.readouterr().out
+    assert "no [/foo] \\x1b[2J [red]" in shown
+    assert "\x1b[2J" not in shown
+
+
 # ------------------------------------------------------------------------------------ trajectories
 
 
@@ -279,6 +354,8 @@ def test_trajectories_as_json(
     found = json.loads(line)
     assert (found["step"], found["reward"], found["versionStep"]) == (3, 0.0, 2)
     assert found["parts"] == [{"by": "model", "text": "wrong"}]
+    assert run(kube, monkeypatch, "trajectories", "kitchen", "--best", "--limit", "4", "--json") == 0
+    assert capsys.readouterr().out.isascii()
 
 
 @pytest.mark.parametrize(
@@ -289,6 +366,8 @@ def test_trajectories_as_json(
         (["trajectories", "nobody"], "there is no LoRAExperiment nobody"),
         (["logs", "nobody"], "there is no LoRAExperiment nobody"),
         (["compare", "kitchen", "--metric", "luck"], "none of them has a metric luck; there are: eval_accuracy, loss"),
+        (["compare", "kitchen", "--metric", "time"], "none of them has a metric time; there are: eval_accuracy, loss"),
+        (["compare", "kitchen", "--metric", "[/y]"], "none of them has a metric [/y]"),
         (["compare", "kitchen", "--plot", "x.gif"], "a plot's name ends in .png, .svg, .pdf"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from typing import Any
 
@@ -278,6 +279,10 @@ async def test_a_proxy_of_the_engines_surroundings_is_not_asked(monkeypatch: pyt
         ("http://127.0.0.1:99999", "give the environment's URL"),
         ("http://127.0.0.1/?a", "give the environment's URL"),
         ("http://[::1", "give the environment's URL"),
+        ("http://a..svc", "give the environment's URL"),
+        ("http://" + "x" * 64 + ".svc", "give the environment's URL"),
+        ("http://evil.com\\.svc", "give the environment's URL"),
+        ("http://a%00.svc", "give the environment's URL"),
         ("http://example.com", "example.com is none of this engine's allowed hosts"),
         ("http://127.0.0.1.example.com", "is none of this engine's allowed hosts"),
     ],
@@ -308,6 +313,15 @@ def test_retries_that_are_refused(retries: str) -> None:
             "tools.0.parameters.properties.x",
         ),
         ("hello", "Invalid JSON"),
+        (
+            '{"protocol": 1, "tools": [{"name": "a", "parameters": {"type": "object"}},'
+            ' {"name": "a", "parameters": {"type": "object"}}]}',
+            "tools.1.name: there is a tool a already",
+        ),
+        (
+            '{"protocol": 1, "tools": [{"name": "a", "parameters": {"type": "object", "x": [NaN]}}]}',
+            "tools.0.parameters",
+        ),
     ],
 )
 async def test_a_description_that_is_not_the_protocols_is_the_users_error(described: str, what: str) -> None:
@@ -316,6 +330,35 @@ async def test_a_description_that_is_not_the_protocols_is_the_users_error(descri
             await admit(server.url)
         assert what in str(caught.value)
         assert caught.value.field == "environment.arguments.url"
+
+
+@pytest.mark.parametrize(
+    ("handler", "what"),
+    [
+        (answers("", 302), "302: redirects are not followed"),
+        (answers("", 404), "answered 404"),
+        (answers(b" " * (MAX_ANSWER_BYTES + 1)), "the answer is longer than"),
+    ],
+)
+async def test_what_no_later_try_betters_is_the_users_error(handler: Handler, what: str) -> None:
+    async with serving(environment=handler) as server:
+        with pytest.raises(UserError, match=what) as caught:
+            await admit(server.url)
+        assert caught.value.field == "environment.arguments.url"
+
+
+async def test_an_error_is_short_however_long_a_key_is() -> None:
+    tool = {"name": "a", "parameters": {"type": "object", "properties": {"y" * 900_000: 1}}}
+    async with serving(environment=answers(json.dumps({"protocol": 1, "tools": [tool]}))) as server:
+        with pytest.raises(UserError, match=r"tools.0.parameters.properties.yyy") as caught:
+            await admit(server.url)
+        assert len(str(caught.value)) < 500
+
+
+async def test_a_name_of_a_header_is_no_matter_of_case() -> None:
+    described = answers('{"protocol": 1}', Content_Encoding="Identity")
+    async with serving(environment=described) as server:
+        assert (await admit(server.url)).tools == ()
 
 
 @pytest.mark.parametrize("handler", [answers("", 503), breaks_off])

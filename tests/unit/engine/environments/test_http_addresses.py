@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from clora_engine.environments.http_addresses import AllowedHost, HostPolicy, policy
+from clora_engine.environments.http_addresses import AllowedHost, HostPolicy, is_host, policy
+from clora_engine.errors import TransientError
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_what_is_no_host(text: str) -> None:
     ],
 )
 def test_addresses_that_are_refused(address: str, why: str) -> None:
-    refusal = policy([], loopback=False, environ={"KUBERNETES_SERVICE_HOST": "10.96.0.1"}).refusal(address)
+    refusal = policy(["a"], loopback=False, environ={"KUBERNETES_SERVICE_HOST": "10.96.0.1"}).refusal(address)
     assert refusal is not None
     assert why in refusal
 
@@ -97,3 +98,39 @@ def test_the_engines_own_address_is_refused() -> None:
             pytest.skip("this machine has no address but the loopback")
         own = probe.getsockname()[0]
     assert policy([], loopback=True, environ={}).refusal(own) == "is the engine's own address"
+
+
+@pytest.mark.parametrize("host", ["a..svc", "no-such-name.invalid"])
+def test_an_api_server_that_cannot_be_kept_apart_closes_everything(host: str) -> None:
+    with pytest.raises(TransientError, match="has no address, so that it cannot be kept apart"):
+        policy(["a.svc"], loopback=False, environ={"KUBERNETES_SERVICE_HOST": host})
+    assert not policy([], loopback=False, environ={"KUBERNETES_SERVICE_HOST": host}).allows(urlsplit("http://a.svc"))
+
+
+@pytest.mark.parametrize("host", ["a", "a.svc.", "a-b.c1", "x" * 63 + ".svc", "10.1.2.3", "::1"])
+def test_names_of_hosts(host: str) -> None:
+    assert is_host(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        ".",
+        "a..svc",
+        "a.svc..",
+        "x" * 64 + ".svc",
+        "a." * 127 + "b.",
+        "a\\.svc",
+        "a b.svc",
+        "a%00.svc",
+        "a;b",
+        "*.svc",
+        "-a.svc",
+        "a-.svc",
+        "a_b.svc",
+        "a.svc\n",
+    ],
+)
+def test_what_is_no_name_of_a_host(host: str) -> None:
+    assert not is_host(host)
