@@ -149,7 +149,8 @@ class _Experiment:
         # What is drawn needs a renderer, a factory and a plan only for what they are asked here.
         renderer, factory = cast(Renderer, _Renderer()), cast(EnvironmentFactory, _Factory())
         algorithm = SimpleNamespace(max_off_policy_steps=policy.ahead)
-        self._plan = cast(Plan, SimpleNamespace(spec=SimpleNamespace(max_steps=job.steps, algorithm=algorithm)))
+        spec = SimpleNamespace(max_steps=job.steps, algorithm=algorithm)
+        self._plan = cast(Plan, SimpleNamespace(spec=spec, drawing=()))
         self._rollouts: Rollouts[SimulatedLease] = Rollouts(sampler, renderer, factory, config)
         self._ahead = Ahead(self)
 
@@ -192,6 +193,7 @@ class _Experiment:
 
 class _Renderer:
     stop_token_ids = ()
+    longest_token = 1
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return [int(messages[0].content)]

@@ -4,7 +4,7 @@
 calls it for one step after another and may be up to maxOffPolicySteps ahead of the step that is being trained. Each
 group leases the version that is the newest when it starts, so that a step which is drawn while another is trained is at
 most so many steps off-policy. Every group is logged when it is finished: after a kill, what was drawn is not drawn
-again, ahead or not.
+again, ahead or not, unless its version was lost with the steps that were not committed (Journal.resume).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from clora_engine.errors import EngineError
 from clora_engine.journal import Journal
 from clora_engine.patience import Patience
 from clora_engine.plan import Plan
@@ -68,11 +69,13 @@ class Drawer:
         drawn = 0
         while count := _missing(plan, groups):
             ahead = {i: position + i for i in range(len(groups), len(groups) + count)}
-            known = {i: logged[i] for i in ahead if i in logged and _reusable(plan, logged[i], ahead[i])}
+            known = {i: logged[i] for i in ahead if i in logged and _reusable(plan, step, logged[i], ahead[i])}
             prompts = [Prompt(i, at, plan.data.train.example(at)) for i, at in ahead.items() if i not in known]
             fresh = {group.index: group for group in await rollouts.step(prompts, log_group)}
             groups += [known[i] if i in known else fresh[i] for i in ahead]
             drawn += len(fresh)
+            if all(trajectory.error for group in groups[-count:] for trajectory in group.trajectories):
+                break  # the environment is broken: asking it more often mends nothing
         seconds = time.monotonic() - started
         return Drawn(step, groups, position + len(groups), wanted, drawn, seconds, rollouts.environment_seconds)
 
@@ -89,10 +92,12 @@ def _missing(plan: Plan, groups: list[Group]) -> int:
     return min(room, algorithm.prompts_per_step - spread)
 
 
-def _reusable(plan: Plan, group: Group, position: int) -> bool:
+def _reusable(plan: Plan, step: int, group: Group, position: int) -> bool:
     """Whether a logged group is what would be drawn: the spec may have been changed since."""
-    same = group.example == position and len(group.trajectories) == plan.spec.algorithm.group_size
-    return same and group.temperature == plan.temperature
+    algorithm = plan.spec.algorithm
+    same = group.example == position and len(group.trajectories) == algorithm.group_size
+    young = group.version_step >= step - 1 - algorithm.max_off_policy_steps
+    return same and young and group.temperature == plan.temperature
 
 
 class DrawerLike(Protocol):
@@ -104,7 +109,7 @@ class Ahead:
 
     def __init__(self, drawer: DrawerLike) -> None:
         self._drawer = drawer
-        self._plan: Plan | None = None
+        self._drawing: tuple[object, ...] = ()  # Plan.drawing
         self._taken = 0  # the step that was asked for last
         self._asked = asyncio.Event()
         self._ready: asyncio.Queue[Drawn | Exception] = asyncio.Queue()
@@ -114,14 +119,17 @@ class Ahead:
         """The groups of `step`. To be called once the version of the step before is published: from now on, up to
         maxOffPolicySteps further steps may be drawn with it.
 
-        Raises what drawing them raised. What was drawn ahead under another plan is dropped; as far as it still fits, it
-        comes back from the log.
+        Raises what drawing them raised. What was drawn ahead under a plan that draws otherwise is dropped; as far as it
+        still fits, it comes back from the log.
         """
-        if self._task is None or plan is not self._plan or step != self._taken + 1:
+        if self._task is None or plan.drawing != self._drawing or step != self._taken + 1:
             await self.close()
-            self._plan, self._ready = plan, asyncio.Queue()
+            self._drawing, self._ready = plan.drawing, asyncio.Queue()
             self._taken = step
             self._task = asyncio.create_task(self._draw(plan, step, position), name="draw-ahead")
+            # whatever it ends by, nobody waits for ever
+            ended = EngineError("what draws trajectories has ended", reason="DrawingEnded")
+            self._task.add_done_callback(lambda _, ready=self._ready: ready.put_nowait(ended))  # type: ignore[misc]
         self._taken = step
         self._asked.set()
         drawn = await self._ready.get()

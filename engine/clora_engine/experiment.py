@@ -243,10 +243,10 @@ class Experiment:
             self._take(await self._training.begin(plan))
         else:
             await trainer.load(uid, commit.folder, optimizer=True, config=plan.lora)
-            self._commit, self._training.best = commit, commit.manifest.best
+            self._commit = commit
             self._progress.resume(commit, await asyncio.to_thread(self._journal.read_metrics))
             self._tell_gate(plan)
-            await self._training.publish(self._progress.step)
+            await self._training.resume(plan, commit)
         self._progress.published_step, self._loaded = self._progress.step, True
         if self.phase is Phase.PREPARING:
             self.phase = Phase.RUNNING

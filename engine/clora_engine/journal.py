@@ -209,7 +209,8 @@ class Journal:
         return Commit(folder, manifest, hashlib.sha256(data).hexdigest())
 
     def resume(self) -> Commit | None:
-        """The latest commit, with everything past it taken back: metrics lines and unfinished step folders."""
+        """The latest commit, with everything past it taken back: metrics lines, unfinished step folders, and groups
+        drawn with versions past it, which no commit tells the weights of."""
         with self._owned():
             commit = self.read_commit()
             keep = commit.manifest.metrics_bytes if commit else 0
@@ -224,6 +225,7 @@ class Journal:
             for folder in (self.folder / "steps").iterdir():
                 if not _is_step(folder) or not (folder / "manifest.json").exists():
                     shutil.rmtree(folder, ignore_errors=True)  # an engine of an older epoch may be writing there
+            self._drop_versions(past=commit.manifest.step if commit else -1)
         return commit
 
     def prune(self, keep: int, best: int | None = None) -> None:
@@ -275,6 +277,15 @@ class Journal:
                 if int(path.stem) >= step:
                     path.unlink()
 
+    def _drop_versions(self, *, past: int) -> None:
+        for path in (self.folder / "rollouts").glob("*.jsonl"):
+            if int(path.stem) <= past:
+                continue
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _version(line) <= past]
+            if len(kept) < len(lines):
+                write_atomic(path, b"".join(kept))
+
     def _rollouts(self, step: int) -> Path:
         return self.folder / "rollouts" / f"{step:05d}.jsonl"
 
@@ -301,6 +312,18 @@ def experiment_folder(storage: Path, uid: str) -> Path:
     if not uid or len(uid) > 64 or not all(c.isascii() and (c.isalnum() or c == "-") for c in uid):
         raise UserError(f"{uid!r} is not a uid", field="metadata.uid")
     return storage / "experiments" / uid
+
+
+class _Drawn(msgspec.Struct):
+    version_step: int
+
+
+def _version(line: bytes) -> int:
+    """Of a logged group; of a damaged line, which is told of when its groups are read, -1."""
+    try:
+        return msgspec.json.decode(line, type=_Drawn).version_step
+    except msgspec.MsgspecError:
+        return -1
 
 
 def _is_step(folder: Path) -> bool:

@@ -49,6 +49,14 @@ class Plan:
         return not self.supervised or bool(self.data.held_out)
 
     @property
+    def drawing(self) -> tuple[object, ...]:
+        """All that decides what is drawn for a step: plans in which it is equal draw the same."""
+        spec, algorithm = self.spec, self.spec.algorithm
+        rules = (algorithm.prompts_per_step, algorithm.group_size, algorithm.max_refill_prompts, self.scoring)
+        ahead = (algorithm.max_off_policy_steps, spec.max_steps)
+        return spec.environment, spec.data, spec.evaluation.examples, spec.sampling, algorithm.estimator, rules, ahead
+
+    @property
     def temperature(self) -> float:
         return number(self.spec.sampling.temperature)
 
@@ -143,8 +151,9 @@ def _environments(config: EngineConfig) -> Mapping[str, environments.Builder]:
 
 
 def max_context(spec: ExperimentSpec, config: EngineConfig) -> int:
-    """Positions that an episode may have, its prompt included."""
-    return min(config.max_model_len, spec.environment.max_episode_tokens or config.max_model_len)
+    """Positions that an episode may have, its prompt included: no more than the trainer computes in one piece."""
+    most = min(config.max_model_len, config.tokens_per_microbatch)
+    return min(most, spec.environment.max_episode_tokens or most)
 
 
 def check(spec: ExperimentSpec, config: EngineConfig) -> None:

@@ -98,20 +98,25 @@ OnGroup = Callable[[Group], Awaitable[None]]
 
 
 class Rollouts(Generic[L]):
-    """Plays episodes of one experiment. Stateless between calls, but for the limit on concurrency that they share, and
-    for `environment_seconds`: wall-clock seconds in which an environment was asked, by one episode or several."""
+    """Plays episodes of one experiment. Stateless between calls, but for the limit on concurrency that they share, with
+    those of other Rollouts too that were made with the same `slots`, and for `environment_seconds`: wall-clock seconds
+    in which an environment was asked, by one episode or several."""
 
     def __init__(
-        self, sampler: SamplerLike[L], renderer: Renderer, factory: EnvironmentFactory, config: RolloutConfig
+        self,
+        sampler: SamplerLike[L],
+        renderer: Renderer,
+        factory: EnvironmentFactory,
+        config: RolloutConfig,
+        slots: asyncio.Semaphore | None = None,
     ) -> None:
         self._sampler = sampler
         self._renderer = renderer
         self._rendering = Rendering(renderer, config.max_context)
         self._factory = factory
         self._config = config
-        # A group is admitted whole. One that is larger than the limit is played in parts, one after another.
-        self._part = max(1, min(config.group_size, config.concurrency))
-        self._slots = asyncio.Semaphore(max(1, config.concurrency // self._part))
+        self._part = _part(config)
+        self._slots = slots or concurrency(config)
         self._asking = 0  # calls of environments under way
         self._asked_since = 0.0
         self.environment_seconds = 0.0
@@ -309,6 +314,16 @@ class Rollouts(Generic[L]):
             if self._asking == 0:
                 self.environment_seconds += time.monotonic() - self._asked_since
         return None
+
+
+def concurrency(config: RolloutConfig) -> asyncio.Semaphore:
+    """The limit on episodes in flight. A group is admitted whole; one that is larger than the limit is played in parts,
+    one after another."""
+    return asyncio.Semaphore(max(1, config.concurrency // _part(config)))
+
+
+def _part(config: RolloutConfig) -> int:
+    return max(1, min(config.group_size, config.concurrency))
 
 
 async def _all(jobs: Sequence[Awaitable[T]]) -> list[T]:

@@ -26,7 +26,7 @@ from clora_api.v1alpha1.base import number
 from clora_api.v1alpha1.experiment import Estimator
 from clora_engine import advantages
 from clora_engine.advantages import Batch
-from clora_engine.best import Best, better, measured
+from clora_engine.best import Best, Rewards, better, evaluated
 from clora_engine.chat import Demonstration
 from clora_engine.config import EngineConfig
 from clora_engine.data import demonstration
@@ -36,7 +36,7 @@ from clora_engine.journal import Commit, Journal
 from clora_engine.patience import Patience
 from clora_engine.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from clora_engine.plan import Plan, max_context
-from clora_engine.rollout import RolloutConfig, Rollouts
+from clora_engine.rollout import RolloutConfig, Rollouts, concurrency
 from clora_engine.rollout_metrics import step_metrics
 from clora_engine.sampler import Lease, Sampler
 from clora_engine.tensorboard import TensorBoard
@@ -82,7 +82,9 @@ class Training:
         self._ahead = Ahead(Drawer(journal, self._rollouts, patience))
         self._updates = Updates(services.trainer, journal, uid)
         self._published = 0  # the version's step
+        self._slots, self._slots_for = asyncio.Semaphore(1), (0, 0)  # of all episodes, drawn ahead or to evaluate
         self.best: Best | None = None
+        self._rewards = Rewards()  # of versions that may still be drawn with, or were not committed since
         self._commit_seconds: float | None = None  # of the last commit: its own line of metrics is part of it
 
     async def rest(self) -> None:
@@ -96,6 +98,16 @@ class Training:
         await self._updates.close()
 
     # ---------------------------------------------------------------- start
+
+    async def resume(self, plan: Plan, commit: Commit) -> None:
+        """Goes on after a commit: publishes its weights, and knows again how its versions were measured so far."""
+        self.best = commit.manifest.best
+        self._rewards.clear()
+        step = commit.manifest.step
+        if not plan.supervised and not plan.data.held_out:
+            for earlier in range(max(1, step - plan.spec.algorithm.max_off_policy_steps + 1), step + 1):
+                self._rewards.add((await asyncio.to_thread(self._journal.read_groups, earlier)).values())
+        await self.publish(step)
 
     async def begin(self, plan: Plan) -> StepOutcome:
         """Step 0: publishes the adapter as it starts, measures it, and commits it."""
@@ -152,6 +164,7 @@ class Training:
             self._activity("Rollout")
             drawn = await self._ahead.take(plan, step, position)
             position, temperature = drawn.position, plan.temperature
+            self._rewards.add(drawn.groups)
             batch = await asyncio.to_thread(_advantages, plan, drawn)
             values = _drawn_metrics(drawn) | policy_lag(drawn.groups, self._published)
         clock.lap("wait_rollout_seconds")
@@ -187,7 +200,9 @@ class Training:
         if step % plan.spec.checkpoint.every == 0 or step >= plan.spec.max_steps:
             commit = await self.commit(plan, step, position, line)
             best = self.best.step if self.best else None
-            await asyncio.to_thread(self._journal.prune, plan.spec.checkpoint.keep, best)
+            # a version that is drawn with is not measured yet, and may become the best
+            keep = max(plan.spec.checkpoint.keep, plan.spec.algorithm.max_off_policy_steps)
+            await asyncio.to_thread(self._journal.prune, keep, best)
         return StepOutcome(step, position, line, commit)
 
     async def commit(self, plan: Plan, step: int, position: int, values: Mapping[str, Any]) -> Commit:
@@ -205,9 +220,14 @@ class Training:
     async def _commit(self, plan: Plan, step: int, position: int, values: Mapping[str, Any]) -> Commit:
         folder = await asyncio.to_thread(self._journal.step_folder, step)
         await self._services.trainer.save(self._uid, folder, optimizer=True)
-        found = measured(values, evaluates=bool(plan.data.held_out))
-        self.best = better(self.best, found, {*await asyncio.to_thread(self._journal.commits), step})
+        commits = {*await asyncio.to_thread(self._journal.commits), step}
+        self.best = better(self.best, self._measured(plan, step, values), commits)
         return await asyncio.to_thread(self._journal.commit, step, position, time.time(), self.best)
+
+    def _measured(self, plan: Plan, step: int, values: Mapping[str, Any]) -> list[Best]:
+        ended = step >= plan.spec.max_steps
+        rewards = self._rewards.take(step - 1 - (0 if ended else plan.spec.algorithm.max_off_policy_steps))
+        return evaluated(values) if plan.data.held_out else rewards
 
     # ---------------------------------------------------------------- its parts
 
@@ -223,7 +243,9 @@ class Training:
             concurrency=spec.environment.concurrency,
             environment_timeout_seconds=float(spec.environment.timeout_seconds),
         )
-        return Rollouts(self._services.sampler, plan.renderer, plan.factory, config)
+        if (config.group_size, config.concurrency) != self._slots_for:
+            self._slots_for, self._slots = (config.group_size, config.concurrency), concurrency(config)
+        return Rollouts(self._services.sampler, plan.renderer, plan.factory, config, self._slots)
 
     async def _demonstrations(self, plan: Plan, position: int) -> tuple[int, Batch, dict[str, Any]]:
         """The position after the step's demonstrations, their batch, and its metrics."""
@@ -279,9 +301,6 @@ def _drawn_metrics(drawn: Drawn) -> dict[str, Any]:
         values["tokens_per_second"] = values["sampled_tokens"] * drawn.drawn / len(drawn.groups) / drawn.seconds
     if len(drawn.groups) > drawn.wanted:
         values["groups_refilled"] = float(len(drawn.groups) - drawn.wanted)
-    versions = {group.version_step for group in drawn.groups}
-    if len(versions) == 1:
-        values["drawn_with"] = float(*versions)
     return values | {"rollout_seconds": drawn.seconds, "environment_seconds": drawn.environment_seconds}
 
 

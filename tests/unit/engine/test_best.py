@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from clora_engine.best import Best, better, measured
+from clora_engine.best import Best, Rewards, better, evaluated
+from clora_engine.types import Group, Trajectory
 
 
 def best(step: int, value: float, metric: str = "evalAccuracy") -> Best:
     return Best(step=step, metric=metric, value=value)
 
 
-def test_accuracy_measures_the_step_itself_and_reward_what_it_was_drawn_with() -> None:
-    values = {"step": 7, "eval_accuracy": 0.5, "reward_mean": 0.25, "drawn_with": 6.0}
-    assert measured(values, evaluates=True) == best(7, 0.5)
-    assert measured(values, evaluates=False) == best(6, 0.25, "rewardMean")
-    assert measured({"step": 7, "reward_mean": 0.25, "drawn_with": 6.0}, evaluates=True) is None
-    assert measured({"step": 7, "reward_mean": 0.25}, evaluates=False) is None  # of several versions
-    assert measured({"step": 0}, evaluates=False) is None
+def a_group(version: int, *rewards: float, error: str = "") -> Group:
+    drawn = [Trajectory(ids=[1], mask=[1], logprobs=[-1.0], reward=r, turns=1, error=error) for r in rewards]
+    return Group(index=0, example=0, version_step=version, prompt=[1], trajectories=drawn)
+
+
+def test_accuracy_measures_the_step_itself() -> None:
+    assert evaluated({"step": 7, "eval_accuracy": 0.5, "reward_mean": 0.25}) == [best(7, 0.5)]
+    assert evaluated({"step": 7, "reward_mean": 0.25}) == []
+
+
+def test_rewards_measure_the_versions_they_were_drawn_with_over_all_steps() -> None:
+    rewards = Rewards()
+    rewards.add([a_group(5, 1.0, 0.0), a_group(6, 1.0)])
+    rewards.add([a_group(6, 0.5, 0.0), a_group(7, 1.0), a_group(6, 9.0, error="Timeout")])
+    assert rewards.take(4) == []
+    assert rewards.take(6) == [best(5, 0.5, "rewardMean"), best(6, 0.5, "rewardMean")]
+    assert rewards.take(6) == []
+    rewards.clear()
+    assert rewards.take(7) == []
 
 
 @pytest.mark.parametrize(
@@ -35,4 +48,4 @@ def test_accuracy_measures_the_step_itself_and_reward_what_it_was_drawn_with() -
 def test_the_best_is_the_highest_that_is_committed_and_of_equals_the_earlier(
     before: Best | None, found: Best | None, commits: set[int], after: Best
 ) -> None:
-    assert better(before, found, commits) == after
+    assert better(before, [found] if found else [], commits) == after

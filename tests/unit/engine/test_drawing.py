@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from clora_api.control import DesiredExperiment
@@ -30,7 +32,9 @@ def a_plan(tmp_path: Path, *, max_steps: int = 9, temperature: str = "1.0", **al
     spec = rl_spec(maxSteps=max_steps, sampling={"temperature": temperature, "maxTokens": 8})
     spec["algorithm"] = {"promptsPerStep": 3, "groupSize": 2} | algorithm
     desired = DesiredExperiment.model_validate({"uid": "u", "namespace": "n", "name": "e", "spec": spec})
-    config = EngineConfig(model="m", storage=tmp_path, token_file=tmp_path / "token", max_model_len=512)
+    config = EngineConfig(
+        model="m", storage=tmp_path, token_file=tmp_path / "token", max_model_len=512, max_off_policy_steps=3
+    )
     return planning.build(desired, config, TOKENIZER)
 
 
@@ -123,6 +127,36 @@ async def test_groups_that_do_not_fit_the_spec_any_more_are_drawn_anew(
     assert len(again.prompts) == 3
 
 
+@pytest.mark.parametrize(("lag", "version", "drawn"), [(2, 3, 0), (1, 3, 3), (1, 4, 0), (0, 5, 0)])
+async def test_groups_older_than_the_spec_now_allows_are_drawn_anew(
+    tmp_path: Path, lag: int, version: int, drawn: int
+) -> None:
+    journal, patience = opened(tmp_path), Patience(print, lambda: True)
+    again = Played(spread=[], version=5)
+    for played, plan in (
+        (Played(spread=[], version=version), a_plan(tmp_path, maxOffPolicySteps=2)),
+        (again, a_plan(tmp_path, maxOffPolicySteps=lag)),
+    ):
+        drawer = Drawer(journal, lambda _, played=played: cast(Any, played), patience)  # type: ignore[misc]
+        await drawer.draw(plan, 6, 10)
+    assert len(again.prompts) == drawn
+
+
+class Broken(Played):
+    """An environment that fails every episode."""
+
+    async def step(self, prompts: Sequence[Prompt], on_group: OnGroup) -> list[Group]:
+        groups = await super().step(prompts, on_group)
+        failed = [msgspec.structs.replace(groups[0].trajectories[0], error="Timeout: no answer")] * 2
+        return [msgspec.structs.replace(group, trajectories=failed) for group in groups]
+
+
+async def test_a_broken_environment_is_not_asked_for_more_groups(tmp_path: Path) -> None:
+    played = Broken(spread=[])
+    drawn = await draw(opened(tmp_path), a_plan(tmp_path, maxRefillPrompts=90), played)
+    assert (len(played.prompts), drawn.position) == (3, 13)
+
+
 class Slow:
     """Draws when it is told to."""
 
@@ -195,6 +229,31 @@ async def test_what_drawing_raises_is_raised_when_the_step_is_taken(tmp_path: Pa
     await slow.settle()
     with pytest.raises(EngineError, match="broken"):
         await ahead.take(plan, 2, 3)
+
+
+@pytest.mark.parametrize("change", [{"weight": 7}, {"checkpoint": {"keep": 9}}, {"stopWhen": None}])
+async def test_what_does_not_decide_drawing_keeps_what_is_drawn_ahead(tmp_path: Path, change: dict[str, Any]) -> None:
+    slow, plan = Slow(), a_plan(tmp_path, maxOffPolicySteps=2)
+    ahead = Ahead(slow)
+    for _ in range(9):
+        slow.go.release()
+    await ahead.take(plan, 1, 0)
+    await slow.settle()
+    spec = type(plan.spec).model_validate(plan.spec.to_api() | change)
+    assert (await ahead.take(replace(plan, spec=spec), 2, 3)).step == 2
+    assert await slow.settle() == [1, 2, 3, 4]
+    await ahead.close()
+
+
+async def test_nobody_waits_for_what_was_cancelled(tmp_path: Path) -> None:
+    slow, plan = Slow(), a_plan(tmp_path, maxOffPolicySteps=1)
+    ahead = Ahead(slow)
+    taking = asyncio.create_task(ahead.take(plan, 1, 0))
+    await slow.settle()
+    slow.error = cast(Exception, asyncio.CancelledError())
+    slow.go.release()
+    with pytest.raises(EngineError, match="has ended"):
+        await taking
 
 
 def test_policy_lag_counts_from_the_newest_version() -> None:

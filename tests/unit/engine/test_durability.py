@@ -40,7 +40,7 @@ def ending(storage: Path) -> Ending:
     """All that a run leaves, but for times and what this life drew of it."""
     folder = storage / "experiments" / UID
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds", "time", "per_second", "policy_lag", "drawn_with", "prompt_tokens")
+    timed = ("seconds", "time", "per_second", "policy_lag", "prompt_tokens")
     files = {
         f"{path.parent.name}/{path.name}": path.read_bytes()
         for path in (folder / "steps").glob("*/*")

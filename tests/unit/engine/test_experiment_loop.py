@@ -170,3 +170,39 @@ async def test_an_environment_that_does_not_end_costs_no_step_at_a_shutdown(tmp_
         running.cancel()  # as the engine does with what has not ended in time
         await asyncio.wait([running])
     assert life.experiment._journal.commits() == [0, 2]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+async def test_reward_marks_a_commit_however_far_ahead_is_drawn_and_seldom_committed(
+    tmp_path: Path, every: int
+) -> None:
+    checkpoint = {"every": every, "keep": 1}
+    life = Life(tmp_path, desired(maxSteps=6, checkpoint=checkpoint, algorithm={"maxOffPolicySteps": 2}))
+    experiment = await life.run()
+    report = experiment.report(0)
+    assert report.best is not None
+    assert report.best.step in experiment._journal.commits()
+    assert report.best.step % every == 0
+
+
+async def test_a_new_life_measures_versions_by_what_the_earlier_one_drew(tmp_path: Path) -> None:
+    wanted = desired(maxSteps=5, algorithm={"maxOffPolicySteps": 2}, checkpoint={"keep": 9})
+    whole = await Life(tmp_path / "whole", wanted).run()
+    first = Life(tmp_path / "parts", wanted)
+
+    async def stop() -> None:
+        if first.experiment._progress.step == 2:
+            first.experiment.stop_for_shutdown()
+
+    first.trainer.before_update = stop
+    await first.run()
+    assert first.experiment._journal.commits()[-1] == 3
+    second = await Life(tmp_path / "parts", wanted, epoch=2).run()
+    assert second.phase is whole.phase is Phase.SUCCEEDED
+    assert second.report(0).best is not None
+    for experiment in (whole, second):
+        drawn = [g for step in range(1, 6) for g in experiment._journal.read_groups(step).values()]
+        best = experiment.report(0).best
+        assert best is not None
+        rewards = [t.reward for g in drawn if g.version_step == best.step for t in g.trajectories if not t.error]
+        assert best.value == pytest.approx(sum(rewards) / len(rewards))

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from clora_engine.best import Best
@@ -248,6 +249,19 @@ def test_groups_come_back_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
     journal.append_group(1, group(2))
     assert sorted(journal.read_groups(1)) == [1, 2, 3]
     assert journal.read_groups(2) == {}
+
+
+def test_groups_of_versions_that_no_commit_tells_of_are_taken_back(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    make_step(journal, 0)
+    make_step(journal, 1)
+    for index, version in enumerate((0, 1, 2)):
+        journal.append_group(3, msgspec.structs.replace(group(index), version_step=version))
+    (journal.folder / "rollouts" / "00004.jsonl").write_bytes(b'{"damaged": 1}\n{"torn')
+    again = opened(tmp_path, epoch=2)
+    again.resume()
+    assert sorted(again.read_groups(3)) == [0, 1]
+    assert (journal.folder / "rollouts" / "00004.jsonl").read_bytes() == b'{"damaged": 1}\n{"torn'
 
 
 @pytest.mark.parametrize("uid", ["", "../x", "a/b", ".", "x" * 65, "a b"])

@@ -124,6 +124,12 @@ def test_an_adapter_folder_that_cannot_be_followed(tmp_path: Path, name: str) ->
     assert refused(tmp_path, adapter, data_volumes={"v": tmp_path}).field == "initFrom.file.path"
 
 
+def test_an_episode_is_no_longer_than_the_trainer_computes_in_one_piece(tmp_path: Path) -> None:
+    assert refused(tmp_path, desired(sampling={"maxTokens": 256}), tokens_per_microbatch=256).field == (
+        "sampling.maxTokens"
+    )
+
+
 def test_files_stay_below_their_volume(tmp_path: Path) -> None:
     volume, secret = tmp_path / "volume", tmp_path / "secret"
     volume.mkdir()

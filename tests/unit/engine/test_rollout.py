@@ -18,7 +18,7 @@ from clora_engine.environments import EnvironmentFactory, Example, Message, Step
 from clora_engine.environments.questions import QuestionEnvironment
 from clora_engine.environments.word_problems import WordProblems, read_row
 from clora_engine.errors import SamplerRestarted, UserError
-from clora_engine.rollout import Prompt, RolloutConfig, Rollouts
+from clora_engine.rollout import Prompt, RolloutConfig, Rollouts, concurrency
 from clora_engine.types import Group, Sample, SamplingParams, Version
 from tests.unit.engine.chat_fixtures import ALTERNATING, CHATML, tiny_tokenizer
 
@@ -539,6 +539,18 @@ async def test_no_more_episodes_than_allowed_are_in_flight(concurrency: int, mos
     factory.most = 0
     await played.evaluate([prompt(0).example] * 24)
     assert factory.most == most
+
+
+async def test_what_is_drawn_ahead_and_what_is_evaluated_share_one_limit() -> None:
+    factory = Factory(lambda: QuestionEnvironment(read_row))
+    config = replace(CONFIG, concurrency=8)
+    sampler = Scripted(lambda request: [ANSWER + END] * request.n)
+    limit = concurrency(config)
+    drawing, evaluating = (Rollouts(sampler, Renderer(TOKENIZER, factory.tools), factory, config, limit) for _ in "12")
+    await asyncio.gather(
+        drawing.step([prompt(index) for index in range(6)]), evaluating.evaluate([prompt(0).example] * 24)
+    )
+    assert factory.most == 8
 
 
 async def test_a_group_keeps_its_version_to_its_last_turn() -> None:
