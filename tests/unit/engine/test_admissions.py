@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from pathlib import Path
 
 import pytest
 
+from clora_engine import supervisor as supervising
 from clora_engine.admissions import Admissions
+from clora_engine.config import EngineConfig
 from clora_engine.errors import TransientError, UserError
 
 
@@ -66,3 +70,23 @@ async def test_an_answer_that_nobody_waited_for_is_told_to_the_next_who_asks_onc
         with pytest.raises(UserError, match="wrong"):
             await admissions.ask("u", "d", check)
         assert check.made == made
+
+
+async def test_an_engine_ends_though_a_task_of_its_own_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervising, "CANCEL_SECONDS", 0.01)
+    engine = supervising.Supervisor(EngineConfig(model="m", storage=tmp_path, token_file=tmp_path / "token"), 1, "0")
+    go = asyncio.Event()
+
+    async def stubborn() -> None:
+        while not go.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await go.wait()
+
+    task = engine._tasks["u"] = asyncio.create_task(stubborn(), name="experiment-u")
+    await turns()
+    await engine.stop(0.0)
+    assert "experiment-u does not end: left behind" in caplog.text
+    go.set()
+    await task
