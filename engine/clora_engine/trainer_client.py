@@ -3,11 +3,14 @@
 Commands are queued here and sent one at a time, so that a deleted adapter's queued commands are never run. An adapter's
 calls keep the order in which they were made; those that are no pass through the model go before the passes of others.
 When the turn comes to a forward_backward that is small enough to gain by it, those of other adapters that are waiting
-too join it in one pass; nothing ever waits for others to come. When the process dies, every pending and later call
+too join it in one pass; nothing ever waits for others to come. A large call is cut into pieces between which the calls
+of others come in, so that no step of any size holds the trainer. When the process dies, every pending and later call
 raises TrainerDied and `died` is set: the owner ends the epoch; nothing is restarted here.
 
 A caller that is cancelled while its command runs does not undo it: a forward_backward still adds its gradient. Such a
-caller must load or delete its adapter before it trains on.
+caller must load or delete its adapter before it trains on. When a piece of a call fails, or its caller is cancelled,
+after others were made, the adapter has the gradient of half a call: the client refuses to train it until it was loaded
+or deleted.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import os
 import socket
 import sys
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,24 +32,37 @@ from clora_engine import trainer_protocol as protocol
 from clora_engine.busy_clock import BusyClock
 from clora_engine.config import SLEEPING_THREADS
 from clora_engine.errors import EngineError, TrainerDied, UserError
+from clora_engine.trainer_cut import cut, joined_logprobs, joined_results, trained
 from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
 
 log = logging.getLogger("clora.trainer")
 
 T = TypeVar("T")
 CLOSE_SECONDS = 10.0
+PASSES_PER_CALL = 16  # micro-batches after which another adapter's turn comes: seconds, and many to one swap
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """`tokens`: of a forward_backward, about as many positions as it computes; 0 for every other command. `quick`: no
-    pass through the model."""
+    """`bodies`: the pieces to be sent, one after the other; `answers`: to those that were. `tokens`: of a
+    forward_backward, about as many positions as it computes; 0 for every other command."""
 
     adapter: str | None
-    body: bytes
-    future: asyncio.Future[bytes]
+    kind: type
+    bodies: deque[bytes]
+    future: asyncio.Future[list[bytes]]
     tokens: int = 0
-    quick: bool = False
+    answers: list[bytes] = field(default_factory=list)
+
+    @property
+    def quick(self) -> bool:
+        """No pass through the model."""
+        return self.kind not in (protocol.ForwardBackward, protocol.Forward)
+
+    @property
+    def halved(self) -> bool:
+        """Whether it leaves half a gradient when it ends now."""
+        return self.kind is protocol.ForwardBackward and bool(self.answers and self.bodies)
 
 
 class TrainerClient:
@@ -64,6 +81,7 @@ class TrainerClient:
         self._process, self._reader, self._writer = process, reader, writer
         self._queue: deque[_Call] = deque()
         self._current: list[_Call] = []
+        self._half: set[str | None] = set()  # adapters that have the gradient of half a call
         self._tokens_per_pass = 0
         self._wake = asyncio.Event()
         self._closing = False
@@ -157,11 +175,14 @@ class TrainerClient:
 
     async def forward_backward(self, adapter: str, rows: list[Row], loss: Loss) -> ForwardBackwardResult:
         tokens = sum(len(row.prompt) + sum(len(one.ids) for one in row.completions) for row in rows)
-        command = protocol.ForwardBackward(adapter, rows, loss)
-        return await self._call(adapter, command, ForwardBackwardResult, tokens=max(tokens, 1))
+        pieces = trained(cut(rows, self._tokens_per_call))
+        commands = [protocol.ForwardBackward(adapter, piece, loss) for piece in pieces]
+        results = await self._calls(adapter, commands, ForwardBackwardResult, tokens=max(tokens, 1))
+        return results[0] if len(results) == 1 else joined_results(pieces, results)
 
     async def forward(self, adapter: str, rows: list[Row], *, temperature: float = 1.0) -> list[list[list[float]]]:
-        return await self._call(adapter, protocol.Forward(adapter, rows, temperature), list[list[list[float]]])
+        commands = [protocol.Forward(adapter, piece, temperature) for piece in cut(rows, self._tokens_per_call)]
+        return joined_logprobs(rows, await self._calls(adapter, commands, list[list[list[float]]]))
 
     async def optim_step(self, adapter: str, adam: AdamParams) -> OptimResult:
         return await self._call(adapter, protocol.OptimStep(adapter, adam), OptimResult)
@@ -195,23 +216,30 @@ class TrainerClient:
 
     # ------------------------------------------------------------------------------------- inside
 
-    async def _call(
+    @property
+    def _tokens_per_call(self) -> int:
+        return PASSES_PER_CALL * self._tokens_per_pass
+
+    async def _call(self, adapter: str | None, command: protocol.Command, answer: type[T]) -> T:
+        return (await self._calls(adapter, [command], answer))[0]
+
+    async def _calls(
         self,
         adapter: str | None,
-        command: protocol.Command | protocol.ForwardBackward,
+        commands: Sequence[protocol.Command | protocol.ForwardBackward],
         answer: type[T],
         tokens: int = 0,
-    ) -> T:
+    ) -> list[T]:
+        """The answers to commands of one kind, between which other adapters' may come, and none of this adapter's."""
         if self.death is not None or self._closing:
             raise TrainerDied(str(self.death or "the trainer was closed"))
-        body = msgspec.msgpack.encode(command)
-        if len(body) > protocol.MAX_FRAME_BYTES // 2:
-            raise UserError(f"the batch takes {len(body)} bytes, too many for one call; split it", field="rows")
-        quick = not isinstance(command, protocol.ForwardBackward | protocol.Forward)
-        call = _Call(adapter, body, asyncio.get_running_loop().create_future(), tokens, quick)
+        bodies = deque(msgspec.msgpack.encode(command) for command in commands)
+        if (largest := max(map(len, bodies))) > protocol.MAX_FRAME_BYTES // 2:
+            raise UserError(f"the batch takes {largest} bytes, too many for one call; split it", field="rows")
+        call = _Call(adapter, type(commands[0]), bodies, asyncio.get_running_loop().create_future(), tokens)
         self._queue.append(call)
         self._wake.set()
-        return msgspec.msgpack.decode(await call.future, type=answer)
+        return [msgspec.msgpack.decode(one, type=answer) for one in await call.future]
 
     async def _run(self) -> None:
         """Sends queued calls one by one until the process is gone; then fails all that are left."""
@@ -239,7 +267,7 @@ class TrainerClient:
     def _take(self) -> list[_Call]:
         """Takes the next call off the queue, and those that join it: of other adapters, each its adapter's first that
         waits, together no more than a micro-batch of each process holds."""
-        waiting = [call for call in self._queue if not call.future.done()]
+        waiting = [call for call in self._queue if self._waits(call)]
         taken, passed = _next(waiting), set[str | None]()
         tokens = taken[0].tokens if taken else 0
         if tokens:
@@ -253,11 +281,24 @@ class TrainerClient:
         self._queue = deque(call for call in waiting if call not in taken)
         return taken
 
+    def _waits(self, call: _Call) -> bool:
+        """Whether it is still to be made; the end of one that is not is seen to."""
+        trains = call.kind in (protocol.ForwardBackward, protocol.OptimStep)
+        if call.future.done() and call.halved:
+            self._half.add(call.adapter)
+        elif call.adapter in self._half and trains and not call.future.done():
+            call.future.set_exception(
+                EngineError(
+                    f"adapter {call.adapter!r} has the gradient of half a call: load it again", reason="HalfGradient"
+                )
+            )
+        return not call.future.done()
+
     async def _exchange(self, calls: list[_Call]) -> None:
-        body = calls[0].body
+        body = calls[0].bodies[0]
         if calls[0].tokens:
             then = next((call.adapter for call in self._queue if call.adapter is not None), None)
-            body = msgspec.msgpack.encode(protocol.Joined([msgspec.Raw(call.body) for call in calls], then))
+            body = msgspec.msgpack.encode(protocol.Joined([msgspec.Raw(call.bodies[0]) for call in calls], then))
         self._writer.write(protocol.header(body))
         self._writer.write(body)
         await self._writer.drain()
@@ -267,12 +308,22 @@ class TrainerClient:
         if calls[0].tokens and reply.failure is None:
             replies = msgspec.msgpack.decode(reply.result, type=list[protocol.Reply])
         for call, answer in zip(calls, replies, strict=True):
-            if call.future.done():
-                continue
-            if answer.failure is not None:
-                call.future.set_exception(protocol.error_of(answer.failure))
-            else:
-                call.future.set_result(bytes(answer.result))
+            self._answered(call, answer)
+
+    def _answered(self, call: _Call, answer: protocol.Reply) -> None:
+        if answer.failure is None:
+            call.bodies.popleft()
+            call.answers.append(bytes(answer.result))
+            if call.kind in (protocol.Load, protocol.Delete):
+                self._half -= {call.adapter}
+        elif not call.future.done():
+            call.future.set_exception(protocol.error_of(answer.failure))
+        if not call.bodies and not call.future.done():
+            call.future.set_result(call.answers)
+        elif self._waits(call):
+            # The next piece is the last in the queue, and all that its adapter asked for after it stays behind it.
+            own = [one for one in self._queue if one.adapter == call.adapter]
+            self._queue = deque([*(one for one in self._queue if one not in own), call, *own])
 
     def _end(self, code: int) -> None:
         how = f"by signal {-code}" if code < 0 else f"with status {code}"

@@ -228,7 +228,7 @@ async def wide(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> As
     """A process with two slots, which joins what it can, and a host that holds three adapters of rank 8."""
     spill = tmp_path_factory.mktemp("spill")
     one = tiny_trainer().create("one", LoraConfig(rank=8, alpha=16)).host_bytes
-    settings = SETTINGS | {"max_rank": 16, "host_limit_bytes": 3 * one, "tokens_per_microbatch": 8192}
+    settings = SETTINGS | {"max_rank": 8, "host_limit_bytes": 3 * one, "tokens_per_microbatch": 8192}
     client = await TrainerClient.start(
         str(checkpoint),
         dtype="float32",
@@ -329,7 +329,7 @@ async def test_an_engine_whose_adapters_do_not_fit_says_so_before_it_loads(check
 
 
 async def test_auto_measures_and_says_how_many(checkpoint: Path) -> None:
-    settings = SETTINGS | {"tokens_per_microbatch": 2048}
+    settings = SETTINGS | {"tokens_per_microbatch": 2048, "host_limit_bytes": 1 << 24}
     client = await TrainerClient.start(
         str(checkpoint), dtype="float32", device="cpu", threads=1, slots=None, max_adapters=3, **settings
     )
@@ -404,3 +404,46 @@ async def test_the_process_ends_with_its_parent_even_while_it_computes(checkpoin
     writer.close()  # what the kernel does to the socket of a parent that dies
     async with asyncio.timeout(10):
         assert await process.wait() == 0
+
+
+async def test_a_large_call_lets_others_in_and_gives_the_same(client: TrainerClient) -> None:
+    for name in ("a", "b"):
+        await client.create(name, LoraConfig(rank=8, alpha=16))
+    ended: list[str] = []
+
+    async def train(name: str, rows: list[Row]) -> float:
+        loss = (await client.forward_backward(name, rows, LONG)).loss
+        ended.append(name)
+        return loss
+
+    large = [*long_batch(4), *batch(3)]
+    found = await asyncio.gather(train("a", large), client.optim_step("a", ADAM), train("b", batch(1)))
+    assert ended == ["b", "a"], "b's came in between"
+    local = tiny_trainer()
+    local.create("a", LoraConfig(rank=8, alpha=16))
+    assert found[0] == pytest.approx(local.forward_backward("a", large, LONG).loss, rel=1e-4)
+    assert found[1].grad_norm == pytest.approx(local.optim_step("a", ADAM).grad_norm, rel=1e-3), "of all its pieces"
+    logprobs = await client.forward("b", large)
+    local.create("b", LoraConfig(rank=8, alpha=16))
+    for row, same in zip(logprobs, local.forward("b", large), strict=True):
+        for ours, theirs in zip(row, same, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+async def test_half_a_call_is_never_applied(client: TrainerClient, tmp_path: Path) -> None:
+    await client.create("a", LoraConfig(rank=8, alpha=16))
+    await client.save("a", tmp_path, optimizer=True)
+    with pytest.raises(UserError, match="vocabulary"):
+        await client.forward_backward("a", [*long_batch(4), Row(prompt=[999], completions=batch(1)[0].completions)], LONG)
+    for refused in (client.optim_step("a", ADAM), client.forward_backward("a", batch(1), LONG)):
+        with pytest.raises(EngineError) as caught:
+            await refused
+        assert caught.value.reason == "HalfGradient"
+    await client.load("a", tmp_path, optimizer=True)
+    loss = (await client.forward_backward("a", batch(1), LONG)).loss
+    local = tiny_trainer()
+    local.load("a", tmp_path, optimizer=True)
+    assert loss == pytest.approx(local.forward_backward("a", batch(1), LONG).loss, rel=1e-4)
+    assert (await client.optim_step("a", ADAM)).grad_norm == pytest.approx(
+        local.optim_step("a", ADAM).grad_norm, rel=1e-3
+    )
