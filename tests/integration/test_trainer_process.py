@@ -225,10 +225,10 @@ async def test_deleting_fails_the_calls_that_have_no_answer_and_drops_the_late_r
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def wide(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainerClient]:
-    """A process with two slots, which joins what it can, and a host that holds three adapters of rank 8."""
+    """A process with two slots, which joins what it can, and a host that holds four adapters of rank 8."""
     spill = tmp_path_factory.mktemp("spill")
     one = tiny_trainer().create("one", LoraConfig(rank=8, alpha=16)).host_bytes
-    settings = SETTINGS | {"max_rank": 8, "host_limit_bytes": 3 * one, "tokens_per_microbatch": 8192}
+    settings = SETTINGS | {"max_rank": 16, "host_limit_bytes": 4 * one, "tokens_per_microbatch": 8192}
     client = await TrainerClient.start(
         str(checkpoint),
         dtype="float32",
@@ -434,7 +434,9 @@ async def test_half_a_call_is_never_applied(client: TrainerClient, tmp_path: Pat
     await client.create("a", LoraConfig(rank=8, alpha=16))
     await client.save("a", tmp_path, optimizer=True)
     with pytest.raises(UserError, match="vocabulary"):
-        await client.forward_backward("a", [*long_batch(4), Row(prompt=[999], completions=batch(1)[0].completions)], LONG)
+        await client.forward_backward(
+            "a", [*long_batch(4), Row(prompt=[999], completions=batch(1)[0].completions)], LONG
+        )
     for refused in (client.optim_step("a", ADAM), client.forward_backward("a", batch(1), LONG)):
         with pytest.raises(EngineError) as caught:
             await refused
