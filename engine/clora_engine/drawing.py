@@ -63,7 +63,7 @@ class Drawer:
         rollouts = self._rollouts(plan)
 
         async def log_group(group: Group) -> None:
-            await self._patience.keep(lambda: asyncio.to_thread(self._journal.append_group, step, group))
+            await self._patience.keep(lambda: _to_its_end(self._journal.append_group, step, group))
 
         groups: list[Group] = []
         drawn = 0
@@ -78,6 +78,16 @@ class Drawer:
                 break  # the environment is broken: asking it more often mends nothing
         seconds = time.monotonic() - started
         return Drawn(step, groups, position + len(groups), wanted, drawn, seconds, rollouts.environment_seconds)
+
+
+async def _to_its_end(write: Callable[[int, Group], None], step: int, group: Group) -> None:
+    """In a thread, which a cancellation waits for: afterwards nobody writes to the folder any more."""
+    writing = asyncio.create_task(asyncio.to_thread(write, step, group))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing])
+        raise
 
 
 def _missing(plan: Plan, groups: list[Group]) -> int:

@@ -234,9 +234,7 @@ class Experiment:
         self._tell_gate(plan)  # at once, so that seats come free for it while it prepares
         await asyncio.to_thread(self._journal.claim, self.desired.namespace, self.desired.name)
         commit = await asyncio.to_thread(self._journal.resume)
-        if self.desired.attempt > 0:
-            # a failure may lie in what was drawn: draw it anew
-            await asyncio.to_thread(self._journal.drop_groups, (commit.manifest.step if commit else 0) + 1)
+        await asyncio.to_thread(self._forget_what_failed, (commit.manifest.step if commit else 0) + 1)
         trainer, uid = self._services.trainer, self.desired.uid
         if commit is None:
             await self._load_start(plan)
@@ -252,6 +250,12 @@ class Experiment:
             self.phase = Phase.RUNNING
         self._changed()
         return plan
+
+    def _forget_what_failed(self, step: int) -> None:
+        """A failure may lie in what was drawn: a new attempt draws it anew, from `step` on; its later lives do not."""
+        if self.desired.attempt > int(self._journal.read_json("attempt.json") or 0):
+            self._journal.drop_groups(step)
+            self._journal.write_json("attempt.json", str(self.desired.attempt).encode())
 
     def _tell_gate(self, plan: Plan) -> None:
         """Weight and work left, for the sampler's gate; one that never samples must not have seats set aside for it."""

@@ -7,6 +7,7 @@
         steps/00008.epoch-2/  what the engine of epoch 2 prepares for the commit of step 8
         metrics.jsonl         one line a step
         tensorboard/          the same as event files (tensorboard.py); nothing reads them back
+        attempt.json          the attempt for which what an earlier one had drawn was forgotten
         result.json           written once, when the experiment has succeeded
 
 A step comes to exist at one moment: the rename of its manifest, which holds the digests of the step's files and the
@@ -302,9 +303,9 @@ class Journal:
 
     def delete(self) -> None:
         """Removes the folder and everything in it."""
-        with self._owned():
-            shutil.rmtree(self.folder / "steps", ignore_errors=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with self._owned():  # to the end: who waits for the lock finds no owner
+            for folder in (self.folder / "steps", self.folder / "rollouts", self.folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def experiment_folder(storage: Path, uid: str) -> Path:

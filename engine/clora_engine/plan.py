@@ -27,6 +27,9 @@ from clora_engine.environments.protocol import EnvironmentFactory
 from clora_engine.errors import UserError
 from clora_engine.types import AdamParams, LoraConfig, SamplingParams
 
+MAX_STEP_TOKENS = 1 << 24
+"""That the trajectories of a step may have: the engine holds them, at some 200 bytes each, for all experiments."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -165,6 +168,16 @@ def check(spec: ExperimentSpec, config: EngineConfig) -> None:
             field="lora.rank",
         )
     context = max_context(spec, config)
+    algorithm = spec.algorithm
+    groups = algorithm.prompts_per_step + algorithm.max_refill_prompts
+    longest = context if spec.environment.max_turns > 1 else min(context, spec.sampling.max_tokens)
+    if algorithm.estimator is not Estimator.SFT and groups * algorithm.group_size * longest > MAX_STEP_TOKENS:
+        raise UserError(
+            f"a step of {groups} prompts (algorithm.promptsPerStep and maxRefillPrompts) x groupSize"
+            f" {algorithm.group_size} x {longest} tokens may have more than {MAX_STEP_TOKENS} tokens: lower them, or"
+            " environment.maxEpisodeTokens",
+            field="algorithm.promptsPerStep",
+        )
     if spec.sampling.max_tokens >= context:
         raise UserError(
             f"sampling.maxTokens {spec.sampling.max_tokens} leaves no room in a context of {context}",

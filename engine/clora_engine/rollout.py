@@ -28,7 +28,7 @@ from clora_engine.environments.protocol import EnvironmentFactory, Example, Mess
 from clora_engine.episode import Episode
 from clora_engine.errors import TransientError, UserError
 from clora_engine.rendering import Rendering, TooLongError
-from clora_engine.rollout_metrics import evaluation_metrics
+from clora_engine.rollout_metrics import Outcome, evaluation_metrics
 from clora_engine.types import Group, Sample, SamplingParams, Version
 
 logger = logging.getLogger(__name__)
@@ -157,16 +157,17 @@ class Rollouts(Generic[L]):
             shares and mean are left out.
         """
 
-        async def play(lease: L, part: Sequence[Example], temperature: float) -> list[Episode]:
+        async def play(lease: L, part: Sequence[Example], temperature: float) -> list[Outcome]:
             async with self._slots:
-                return await self._play(lease, part, temperature=temperature)
+                episodes = await self._play(lease, part, temperature=temperature)
+            return [Outcome(episode.reward, episode.error) for episode in episodes]
 
-        async def all_of(lease: L, wanted: Sequence[Example], temperature: float) -> list[Episode]:
+        async def all_of(lease: L, wanted: Sequence[Example], temperature: float) -> list[Outcome]:
             parts = [wanted[start : start + self._part] for start in range(0, len(wanted), self._part)]
             played = await _all([play(lease, part, temperature) for part in parts])
-            return [episode for part in played for episode in part]
+            return [outcome for part in played for outcome in part]
 
-        async def everything() -> tuple[list[Episode], list[Episode]]:
+        async def everything() -> tuple[list[Outcome], list[Outcome]]:
             repeated = [example for example in examples for _ in range(samples)]
             with self._sampler.lease(self._config.experiment) as lease:
                 greedy, drawn = await _all([all_of(lease, examples, 0.0), all_of(lease, repeated, temperature)])

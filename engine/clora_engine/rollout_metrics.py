@@ -5,17 +5,19 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from clora_engine.episode import Episode
+from clora_engine.advantages import PLAIN, Scoring
 from clora_engine.types import Group
 
 
-def step_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def step_metrics(groups: Sequence[Group], scoring: Scoring = PLAIN) -> dict[str, float]:
     """Metrics of a step's groups.
 
     Returns:
         reward_mean, reward_std: over trajectories (standard deviation of the population)
-        groups_without_spread: share of groups in which all rewards are equal, so that nothing can be learnt from them
+        groups_without_spread: share of groups in which all that counts by `scoring` is equal, so that nothing can be
+            learnt from them
         completion_tokens_mean, completion_tokens_max: tokens that the model wrote in a trajectory
         truncated: share of trajectories cut off by a token limit
         turns_mean: turns of the model in a trajectory
@@ -36,7 +38,7 @@ def step_metrics(groups: Sequence[Group]) -> dict[str, float]:
         return metrics
     rewards = [trajectory.reward for trajectory in good]
     lengths = [sum(trajectory.mask) for trajectory in good]
-    flat = [len({t.reward for t in group.trajectories if not t.error}) < 2 for group in groups]
+    flat = [not scoring.has_spread(group) for group in groups]
     return metrics | {
         "reward_mean": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
@@ -50,8 +52,16 @@ def step_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def evaluation_metrics(greedy: Sequence[Episode], drawn: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """Metrics of an evaluation (see Rollouts.evaluate). greedy: an episode for each example. drawn: several, or none
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is kept of an episode that was played to measure. error: as Trajectory's."""
+
+    reward: float
+    error: str
+
+
+def evaluation_metrics(greedy: Sequence[Outcome], drawn: Sequence[Sequence[Outcome]]) -> dict[str, float]:
+    """Metrics of an evaluation (see Rollouts.evaluate). greedy: of an episode for each example. drawn: several, or none
     for all."""
     everything = [*greedy, *(episode for several in drawn for episode in several)]
     good = [episode.reward for episode in greedy if not episode.error]

@@ -166,7 +166,7 @@ class Training:
             position, temperature = drawn.position, plan.temperature
             self._rewards.add(drawn.groups)
             batch = await asyncio.to_thread(_advantages, plan, drawn)
-            values = _drawn_metrics(drawn) | policy_lag(drawn.groups, self._published)
+            values = _drawn_metrics(plan, drawn) | policy_lag(drawn.groups, self._published)
         clock.lap("wait_rollout_seconds")
         self._activity("Train")
         values |= await self._updates.apply(plan, step, batch, temperature)
@@ -294,9 +294,9 @@ def _advantages(plan: Plan, drawn: Drawn) -> Batch:
     return advantages.grpo(groups, normalize_by_std=algorithm.normalize_by_std, scoring=plan.scoring, shape=plan.shape)
 
 
-def _drawn_metrics(drawn: Drawn) -> dict[str, Any]:
+def _drawn_metrics(plan: Plan, drawn: Drawn) -> dict[str, Any]:
     """Tokens that came from the log after a restart were not sampled in this time."""
-    values: dict[str, Any] = step_metrics(drawn.groups)
+    values: dict[str, Any] = step_metrics(drawn.groups, plan.scoring)
     if drawn.seconds > 0:
         values["tokens_per_second"] = values["sampled_tokens"] * drawn.drawn / len(drawn.groups) / drawn.seconds
     if len(drawn.groups) > drawn.wanted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -254,6 +255,27 @@ async def test_nobody_waits_for_what_was_cancelled(tmp_path: Path) -> None:
     slow.go.release()
     with pytest.raises(EngineError, match="has ended"):
         await taking
+
+
+async def test_who_ends_drawing_waits_for_what_is_being_written(tmp_path: Path) -> None:
+    journal, begun, go = opened(tmp_path), threading.Event(), threading.Event()
+    append = journal.append_group
+
+    def slowly(step: int, group: Group) -> None:
+        begun.set()
+        assert go.wait(60)
+        append(step, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "append_group", slowly)
+        drawing = asyncio.create_task(draw(journal, a_plan(tmp_path), Played(spread=[])))
+        await asyncio.to_thread(begun.wait, 60)
+        drawing.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.wait([drawing])
+    assert drawing.cancelled()
+    assert sorted(journal.read_groups(1)) == [0]
 
 
 def test_policy_lag_counts_from_the_newest_version() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from clora_api.control import Phase
 from clora_engine.rollout import Rollouts
+from clora_engine.types import Group
 from tests.unit.engine.loop import UID, Life, desired
 
 
@@ -206,3 +207,13 @@ async def test_a_new_life_measures_versions_by_what_the_earlier_one_drew(tmp_pat
         assert best is not None
         rewards = [t.reward for g in drawn if g.version_step == best.step for t in g.trajectories if not t.error]
         assert best.value == pytest.approx(sum(rewards) / len(rewards))
+
+
+async def test_an_attempt_forgets_what_was_drawn_once_and_its_later_lives_keep_it(tmp_path: Path) -> None:
+    drawn = Group(index=0, example=0, version_step=0, prompt=[1], trajectories=[])
+    for epoch, attempt, kept in ((1, 1, []), (2, 1, [0]), (3, 2, [])):
+        experiment = Life(tmp_path, desired().model_copy(update={"attempt": attempt}), epoch).experiment
+        experiment._journal.claim("n", "e")
+        experiment._journal.append_group(1, drawn)
+        experiment._forget_what_failed(1)
+        assert sorted(experiment._journal.read_groups(1)) == kept

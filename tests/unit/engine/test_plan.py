@@ -94,6 +94,7 @@ def test_work_left_is_measured_once_there_is_a_step_and_bounded_by_the_spec_befo
         ({"algorithm": SFT | {"maxImportanceWeight": "2"}}, "algorithm.maxImportanceWeight"),
         ({"algorithm": SFT | {"klCoefficient": "0.1"}}, "algorithm.klCoefficient"),
         ({"algorithm": SFT | {"entropyCoefficient": "0.1"}}, "algorithm.entropyCoefficient"),
+        ({"algorithm": {"promptsPerStep": 4096, "groupSize": 1024}}, "algorithm.promptsPerStep"),
         ({"algorithm": {"maxOffPolicySteps": 3}}, "algorithm.maxOffPolicySteps"),
         ({"environment": {"name": "WordProblems", "arguments": {"families": "x"}}}, "environment.arguments.families"),
         ({"environment": {"name": "GSM8K"}}, "data"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from clora_api.v1alpha1.experiment import TruncatedCompletions
+from clora_engine.advantages import Scoring
 from clora_engine.rollout_metrics import step_metrics
 from clora_engine.types import Group, Trajectory
 
@@ -65,3 +67,10 @@ def test_a_step_without_any_good_trajectory() -> None:
         "environment_errors/Timeout": 1.0,
     }
     assert step_metrics([]) == {"sampled_tokens": 0.0, "environment_errors": 0.0}
+
+
+def test_spread_is_what_the_scoring_leaves_of_it() -> None:
+    one = group(trajectory(1.0), trajectory(1.0), trajectory(0.0, truncated=True))
+    assert step_metrics([one])["groups_without_spread"] == 0
+    masked = Scoring(truncated=TruncatedCompletions.MASK)
+    assert step_metrics([one], masked)["groups_without_spread"] == 1
