@@ -25,6 +25,7 @@ from typing import Any
 from clora_api.v1alpha1.base import number
 from clora_api.v1alpha1.experiment import Estimator
 from clora_engine import advantages
+from clora_engine import plan as planning
 from clora_engine.advantages import Batch
 from clora_engine.best import Best, Rewards, better, evaluated
 from clora_engine.chat import Demonstration
@@ -255,13 +256,21 @@ class Training:
         return end, batch, {"demonstration_tokens": float(sum(sum(d.mask) for d in shown))}
 
     def _render(self, plan: Plan, places: range) -> list[Demonstration]:
-        shown = []
+        shown: list[Demonstration] = []
+        tokens = 0
         for place in places:
             try:
                 messages = demonstration(plan.data.train.example(place), plan.factory)
                 shown.append(plan.renderer.demonstration(messages))
             except ValueError as error:
                 raise UserError(f"example {place} has no demonstration: {error}", field="data") from None
+            tokens += len(shown[-1].prompt) + len(shown[-1].ids)
+            if tokens > planning.MAX_STEP_TOKENS:
+                raise UserError(
+                    f"the step's demonstrations have more than {planning.MAX_STEP_TOKENS} tokens: lower"
+                    " algorithm.promptsPerStep",
+                    field="algorithm.promptsPerStep",
+                )
         limit = min(self._services.config.max_model_len, self._services.config.tokens_per_microbatch)
         if any(len(d.prompt) + len(d.ids) > limit for d in shown):
             raise UserError(f"a demonstration is longer than {limit} tokens: shorten it or leave it out", field="data")

@@ -46,7 +46,8 @@ class Updates:
             loss, grad_norm, what the loss measures, each a mean over the optimizer steps; sampler_kl: KL(sampler ‖
             trainer) before the first of them; learning_rate; updates and update_skipped: numbers of optimizer steps
             made and of those whose gradient was not finite; trained_tokens: positions computed; prepare_seconds: the
-            forward passes before; wait_trainer_seconds: those in which the trainer did not work for this experiment.
+            forward passes before; wait_trainer_seconds: those after them in which the trainer did not work for this
+            experiment.
         """
         adam = plan.adam(step)
         values: dict[str, Any] = {"learning_rate": adam.learning_rate, "trained_tokens": 0.0, "updates": 0.0}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clora_api.control import Phase
+from clora_engine import plan as planning
 from clora_engine.rollout import Rollouts
 from clora_engine.types import Group
 from tests.unit.engine.loop import UID, Life, desired
@@ -217,3 +219,14 @@ async def test_an_attempt_forgets_what_was_drawn_once_and_its_later_lives_keep_i
         experiment._journal.append_group(1, drawn)
         experiment._forget_what_failed(1)
         assert sorted(experiment._journal.read_groups(1)) == kept
+
+
+async def test_a_step_of_too_many_demonstrations_fails_by_its_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = {"estimator": "SFT", "loss": "CrossEntropy"}
+    rows = json.dumps({"question": "How many?", "answer": "72", "expressions": ["100-7*4"]})
+    monkeypatch.setattr(planning, "MAX_STEP_TOKENS", 10)
+    life = Life(tmp_path, desired(algorithm=algorithm).model_copy(update={"data_text": rows}))
+    report = (await life.run()).report(0)
+    assert (report.phase, report.field) == (Phase.FAILED, "algorithm.promptsPerStep")
