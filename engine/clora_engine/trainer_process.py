@@ -272,7 +272,8 @@ def main(arguments: list[str]) -> None:
     followers = None
     if options.rank == 0 and options.processes > 1:
         followers = Followers(options.processes, options.threads)
-    exit_with_parent(connection, partial(forget, options.rendezvous) if followers is None else followers.end)
+    clean_up = partial(forget, options.rendezvous) if followers is None else followers.end
+    exit_with_parent(connection, clean_up)
     TrainerServer(
         connection,
         rank=options.rank,
@@ -280,6 +281,7 @@ def main(arguments: list[str]) -> None:
         rendezvous=options.rendezvous if followers is None else followers.rendezvous,
         followers=followers,
     ).serve()
+    clean_up()  # here too: this thread's return ends the other
 
 
 if __name__ == "__main__":
