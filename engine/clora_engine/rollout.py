@@ -163,9 +163,15 @@ class Rollouts(Generic[L]):
             return [Outcome(episode.reward, episode.error) for episode in episodes]
 
         async def all_of(lease: L, wanted: Sequence[Example], temperature: float) -> list[Outcome]:
-            parts = [wanted[start : start + self._part] for start in range(0, len(wanted), self._part)]
-            played = await _all([play(lease, part, temperature) for part in parts])
-            return [outcome for part in played for outcome in part]
+            starts = iter(range(0, len(wanted), self._part))
+            played: dict[int, list[Outcome]] = {}
+
+            async def some() -> None:
+                for start in starts:  # shared: no more tasks than can play
+                    played[start] = await play(lease, wanted[start : start + self._part], temperature)
+
+            await _all([some() for _ in range(max(1, self._config.concurrency // self._part))])
+            return [outcome for start in sorted(played) for outcome in played[start]]
 
         async def everything() -> tuple[list[Outcome], list[Outcome]]:
             repeated = [example for example in examples for _ in range(samples)]

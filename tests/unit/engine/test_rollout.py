@@ -553,6 +553,19 @@ async def test_what_is_drawn_ahead_and_what_is_evaluated_share_one_limit() -> No
     assert factory.most == 8
 
 
+async def test_an_evaluation_has_no_more_tasks_than_can_play() -> None:
+    tasks = []
+
+    def script(request: Request) -> Sequence[str]:
+        tasks.append(len(asyncio.all_tasks()))
+        return [ANSWER + END] * request.n
+
+    played, _ = rollouts(script, replace(CONFIG, concurrency=4))
+    found = await played.evaluate([prompt(index).example for index in range(200)], samples=2)
+    assert found["eval_examples"] == 200
+    assert max(tasks) < 40
+
+
 async def test_a_group_keeps_its_version_to_its_last_turn() -> None:
     def script(request: Request) -> Sequence[str]:
         sampler.step += 1  # a new version is published during every request
