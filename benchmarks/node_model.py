@@ -38,7 +38,6 @@ POLICIES = (
     Policy(name="… and ShortestRemaining", scheduling=Scheduling.SHORTEST_REMAINING),
     Policy(name="… and up to 8 steps fused", slots=8, fixed=FIXED),
     Policy(name="… and one step off-policy", ahead=1),
-    Policy(name="… and a trainer that takes a step at a time", by_step=True),
     Policy(
         name="ShortestRemaining, fused, off-policy",
         slots=8,

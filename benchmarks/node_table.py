@@ -183,10 +183,9 @@ def _policies(document: Document) -> list[str]:
         "## What clora's policies would give at the reference's costs",
         "",
         f"N experiments of {document['settings']['sweep_steps']} steps, all at once, against the same N one after the"
-        " other. Each row adds to *overlap*, the engine as it is: FairShare, and a trainer that takes calls as they"
-        " come, forward_backward, optim_step, export and save of all experiments in one queue, so that each of these"
-        " waits behind the others' passes. *A step at a time* is a trainer that serves them together, which is not the"
-        f" engine's code. *Fused* joins calls by the engine's own client; a pass of k is assumed to cost {fixed:g} +"
+        " other. Each row adds to *overlap*, the engine as it is: FairShare, and a trainer that takes the passes of all"
+        " experiments in the order in which they come, and what takes no pass (optim_step, export, save) before them."
+        f" *Fused* joins calls by the engine's own client; a pass of k is assumed to cost {fixed:g} +"
         f" {1 - fixed:g} k of one. The engine joins only calls that fit into a micro-batch together: steps of this"
         " size don't, so that row is what it would give if they did.",
         *_table("N experiments at once against one after the other.", head, rows),
