@@ -129,6 +129,15 @@ class Experiment:
         if desired.spec.algorithm.estimator != self.desired.spec.algorithm.estimator:
             raise UserError("algorithm.estimator cannot change", field="algorithm.estimator")
 
+    def take_token(self, token: str | None) -> None:
+        """Who may ask it is no matter of the spec, and takes effect whatever becomes of that."""
+        if token == self.desired.serving_token:
+            return
+        self.desired = self.desired.model_copy(update={"serving_token": token})
+        if not self._wants_serving:
+            self._after.stop()
+        self._changed()
+
     def update(self, desired: DesiredExperiment) -> None:
         """Takes a new desired state over: a new weight at once, the rest from the next step on."""
         before = self.desired

@@ -109,7 +109,8 @@ class Supervisor:
         """Brings an experiment to its desired state; the same call again changes nothing.
 
         Raises UserError for a spec that cannot run here, CapacityError when no slot is free, CheckpointError when the
-        storage lacks its commits, TransientError while an earlier spec of it is being checked.
+        storage lacks its commits, TransientError while an earlier spec of it is being checked. Who may ask an
+        experiment that is known is settled first: a refusal keeps no revoked token valid.
         """
         known = self._experiments.get(desired.uid)
         if known is None:
@@ -149,6 +150,8 @@ class Supervisor:
         return known
 
     async def _update(self, known: Experiment, desired: DesiredExperiment) -> None:
+        known.take_token(desired.serving_token)
+        self._let_in(known)
         if spec_digest(desired) != known.spec_digest:
             known.check_update(desired)
         wants_slot = desired.mode is RunMode.RUN and (

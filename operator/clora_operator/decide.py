@@ -260,12 +260,18 @@ def _how_is_it_attached(case: Case) -> Course:
         progressing = Verdict("True", Reason.RUNNING, "steps are being made")
         if report.reason == Reason.STORAGE_FULL:
             progressing = Verdict("False", Reason.STORAGE_FULL, clip(report.message, 1024))
-        return Course(
-            attached=Verdict("True", Reason.ENGINE_CONFIRMED, message),
-            progressing=progressing,
-            wants_slot=True,
-        )
-    return course
+        attached = Verdict("True", Reason.ENGINE_CONFIRMED, message)
+        course = Course(attached=attached, progressing=progressing, wants_slot=True)
+    return _with_its_token(case, report, course)
+
+
+def _with_its_token(case: Case, report: ExperimentReport, course: Course) -> Course:
+    """Of one whose spec the engine has refused: it refuses that again, but takes the token that comes with it."""
+    if case.refusal is None or case.desired is None or report.phase is Phase.DELETING:
+        return course
+    if knows_token(case.o, report, token_digest(case.desired)):
+        return course
+    return replace(course, actions=(PutOnEngine(engine_key(case.o), case.desired),), requeue_after=0.0)
 
 
 _QUESTIONS: tuple[Callable[[Case], Course | None], ...] = (

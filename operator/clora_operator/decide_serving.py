@@ -184,9 +184,10 @@ def _knows(o: ObservedExperiment, report: ExperimentReport | None, token: str) -
 
 
 def knows_token(o: ObservedExperiment, report: ExperimentReport, token: str) -> bool:
-    """Whether the engine was told this token last, as far as is remembered: it tells nobody."""
+    """Whether the engine was told this token last, as far as is remembered: it tells nobody. Of an experiment that it
+    knows it takes the token also when it refuses the spec."""
     answer = o.memory.answer
-    if answer is None or answer.trouble:
+    if answer is None or (answer.trouble and not answer.invalid):
         return not token and report.serving is None
     return answer.token == token
 

@@ -13,7 +13,7 @@ import pytest
 
 from clora_api.control import DesiredExperiment, ExperimentReport, Phase, RunMode, spec_digest
 from clora_engine.config import EngineConfig
-from clora_engine.errors import CapacityError, CheckpointError, EngineError
+from clora_engine.errors import CapacityError, CheckpointError, EngineError, UserError
 from clora_engine.sampler import Sampler
 from clora_engine.serving import MAX_SEQUENCES, ServedAdapter, ServedAdapters
 from clora_engine.supervisor import Supervisor
@@ -306,6 +306,21 @@ async def test_a_token_of_another_experiment_is_said(tmp_path: Path) -> None:
     assert mended.serving is not None
     assert mended.serving.problem == ""
     await engine.until(report.uid, has_ended)
+
+
+async def test_a_refused_spec_keeps_no_revoked_token_valid(tmp_path: Path) -> None:
+    engine, wanted = Engine(tmp_path), one()
+    await engine.put(wanted)
+    wrong = wanted.spec.model_copy(update={"lora": wanted.spec.lora.model_copy(update={"rank": 2})})
+    with pytest.raises(UserError):
+        await engine.put(wanted, spec=wrong, serving_token=OTHER)
+    assert engine.supervisor.served.find(TOKEN) is None
+    assert engine.supervisor.served.find(OTHER) is not None
+    with pytest.raises(UserError):
+        await engine.put(wanted, spec=wrong, serving_token=None)
+    assert engine.supervisor.served.find(OTHER) is None
+    ended = await engine.until(wanted.uid, has_ended)
+    assert (ended.keeps_slot, ended.serving) == (False, None)
 
 
 def test_the_sampler_has_slots_for_what_tenants_hold() -> None:

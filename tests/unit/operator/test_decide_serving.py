@@ -132,6 +132,25 @@ def test_turned_off_it_is_told_without_a_token() -> None:
     assert decide(of, view=serves(runs), serving_secret=None, memory=Memory(wants_slot=True)).actions == (put,)
 
 
+@pytest.mark.parametrize(
+    ("secret", "token"),
+    [(None, None), (ServingSecret("one-serving", None, foreign=False, at=NOW), None), (SECRET, TOKEN)],
+)
+def test_a_refused_spec_keeps_no_revoked_token_valid(secret: ServingSecret | None, token: str | None) -> None:
+    of = experiment(status=running(), **ON)
+    runs = serves(report(of, spec_digest="of-the-earlier-spec", serving=ReportedServing(version="one@3")))
+    problem = Problem(type="https://clora.dev/problems/invalid-spec", title="t", status=422)
+    answer = Answer(spec_digest(desired(of)), ago(1), "digest-of-another-token", problem=problem)
+    plan = decide(of, view=runs, serving_secret=secret, memory=Memory(wants_slot=True, answer=answer))
+    (put,) = [action for action in plan.actions if isinstance(action, PutOnEngine)]
+    assert put.desired.serving_token == token
+    assert said(plan, "Accepted") == ("False", "InvalidSpec")
+    assert said(plan, "Attached") == ("True", "EngineConfirmed")
+    again = Memory(wants_slot=True, answer=replace(answer, token=token_digest(put.desired)))
+    after = decide(of, view=runs, serving_secret=secret, memory=again)
+    assert not [action for action in after.actions if isinstance(action, PutOnEngine)]
+
+
 def test_where_it_answers_and_with_what() -> None:
     of = experiment(status=running(), **ON)
     runs = report(of, serving=ReportedServing(version="one@3"))
