@@ -37,12 +37,16 @@ class AfterEnd:
         gives the slot back."""
         try:
             self._sampler.register(self._uid, weight, None)
-            self.step, self.problem = await publish(), ""
+            step = await publish()
+            if self.keeps_slot:
+                self.step, self.problem = step, ""
         except Exception as error:
-            if self.keeps_slot:  # else it was told to stop meanwhile
+            if self.keeps_slot:
                 log.warning("%s cannot be served: %s", self._uid, error)
                 self.problem = str(error)[:1024]
                 self.stop()
+        if not self.keeps_slot:
+            self._sampler.drop(self._uid)  # told to stop meanwhile, when there was no version to drop yet
 
     def leave_trainer(self, weight: int) -> None:
         """The end of its last run: nothing but tenants' requests is left to sample, or nothing at all."""

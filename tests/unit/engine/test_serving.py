@@ -265,6 +265,33 @@ async def test_a_later_epoch_serves_it_from_its_commit_and_never_trains_it(tmp_p
     assert second.sampler.latest == {}
 
 
+@pytest.mark.parametrize("stop", ["delete", "withdraw"])
+async def test_stopped_while_it_loads_it_leaves_no_version(tmp_path: Path, stop: str) -> None:
+    first, wanted = Engine(tmp_path), one()
+    await first.put(wanted)
+    await first.until(wanted.uid, has_ended)
+    second = Engine(tmp_path, 2)
+    begun, go_on, publish = asyncio.Event(), asyncio.Event(), second.sampler.publish
+
+    async def slowly(version: Version, directory: Path) -> None:
+        begun.set()
+        await go_on.wait()
+        await publish(version, directory)
+
+    second.sampler.publish = slowly  # type: ignore[method-assign]
+    await second.put(wanted, mode=RunMode.SERVE, committed_step=1)
+    (task,) = second.supervisor._tasks.values()
+    await begun.wait()
+    if stop == "delete":
+        await second.supervisor.delete(wanted.uid, files=False)
+    else:
+        await second.put(wanted, mode=RunMode.SERVE, serving_token=None)
+    go_on.set()
+    await task
+    assert second.sampler.published == [1]
+    assert second.sampler.latest == {}
+
+
 async def test_what_has_no_commits_here_is_refused(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     with pytest.raises(CheckpointError, match="step 3 was committed"):
