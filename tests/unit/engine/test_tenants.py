@@ -206,6 +206,7 @@ def test_what_asks_for_nothing_passes() -> None:
     "body",
     [
         b"",
+        b'{"model": "\\ud800", "prompt": "a"}',
         b"{",
         b"[]",
         b"null",
