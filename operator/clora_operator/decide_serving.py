@@ -18,7 +18,8 @@ from clora_operator.case import LOOK_AGAIN_SECONDS, PUT_RETRY_SECONDS, Case
 from clora_operator.claims import EVICTING
 from clora_operator.desired import engine_key, offers_serving, to_be_served, token_digest
 from clora_operator.experiment_status import events_of
-from clora_operator.observe import ObservedExperiment
+from clora_operator.links import EngineView
+from clora_operator.observe import ObservedExperiment, ServingSecret
 from clora_operator.plan import Action, CreateToken, DeleteOnEngine, Plan, PutOnEngine
 from clora_operator.resources import Engine, Experiment, find_condition
 from clora_operator.settings import ServiceAddressing, Settings
@@ -38,6 +39,13 @@ def secret_actions(o: ObservedExperiment) -> tuple[Action, ...]:
     if secret is None or secret.token is not None or secret.foreign or not offers_serving(o.engine):
         return ()
     return (CreateToken(secret.name),)
+
+
+def cannot_be_served(secret: ServingSecret | None, secret_problem: str, view: EngineView | None) -> bool:
+    """Its Secret is not to be had, or its engine, as it runs now, has no port for tenants: a slot would not help."""
+    if secret is not None and (secret.foreign or (secret.token is None and secret_problem)):
+        return True
+    return view is not None and view.ready and view.info is not None and not view.info.serves
 
 
 # ------------------------------------------------------------------------------------------------ what is said
@@ -130,7 +138,8 @@ def serving_after_the_end(case: Case) -> Plan:
     """Plan() of one that is not to be served, and was not."""
     o, settings = case.o, case.settings
     verdict = served(o, case.seconds_silent, settings)
-    wanted = o.serving_secret is not None and offers_serving(o.engine)
+    asked = o.serving_secret is not None and offers_serving(o.engine)
+    wanted = asked and not cannot_be_served(o.serving_secret, o.memory.secret_problem, o.view)
     action, again = _engine_action(case, wanted)
     status = _with_serving(o, verdict, settings, case.now)
     old, new = o.experiment.raw_status, status.to_api()
@@ -141,14 +150,22 @@ def serving_after_the_end(case: Case) -> Plan:
     write = weight != "none" and delay == 0
     made = secret_actions(o)
     # no event tells of a Secret that has come, gone or changed
-    waits = [again, delay or None, 0.0 if made else None, *((_until_said(case), LOOK_AGAIN_SECONDS) if wanted else ())]
+    waits = [again, delay or None, 0.0 if made else None, *((_until_said(case), LOOK_AGAIN_SECONDS) if asked else ())]
     return Plan(
         actions=(*made, *((action,) if action else ())),
         status=new if write else None,
         events=events_of(transitions(o.experiment.status.conditions, status.conditions)) if write else (),
         requeue_after=min((w for w in waits if w is not None), default=None),
-        wants_slot=wanted,
+        wants_slot=wanted and not _waits_for_its_commits(case),
     )
+
+
+def _waits_for_its_commits(case: Case) -> bool:
+    """Without a slot, as one that trains: it is asked for now and then."""
+    answer = case.o.memory.answer
+    if answer is None or not answer.without_commits or (case.report is not None and case.report.keeps_slot):
+        return False
+    return (case.now - answer.at).total_seconds() < LOOK_AGAIN_SECONDS
 
 
 def _engine_action(case: Case, wanted: bool) -> tuple[Action | None, float | None]:

@@ -16,7 +16,7 @@ from clora_api.v1alpha1.experiment import Condition
 from clora_operator import workload
 from clora_operator.cache import Cache
 from clora_operator.claims import Assignment, Claim, Room
-from clora_operator.decide_serving import secret_name
+from clora_operator.decide_serving import cannot_be_served, secret_name
 from clora_operator.decide_sleep import wakes_on_demand
 from clora_operator.desired import offers_serving
 from clora_operator.kube import Kube
@@ -237,7 +237,8 @@ def claims(
                 leaving=not serves and (over or (spec is not None and spec.suspend)),
                 attached=attached is not None and attached.status != "False",
                 served=serves,
-                needs=serves or (not over and spec is not None and not spec.suspend and not _unaccepted(experiment)),
+                needs=(serves and _can_be_served(experiment, memory, view))
+                or (not over and spec is not None and not spec.suspend and not _unaccepted(experiment)),
                 wants=(serves or not over) and memory is not None and memory.wants_slot,
                 priority=priority.value if priority else 0,
                 preempts=not serves and priority is not None and priority.preempts and _can_start(experiment, memory),
@@ -250,6 +251,12 @@ def claims(
 def _offers_serving(experiment: Experiment, cache: Cache) -> bool:
     told = experiment.status.engine
     return told is not None and offers_serving(cache.engine(experiment.engine_key(told.name)))
+
+
+def _can_be_served(experiment: Experiment, memory: Memory | None, view: EngineView | None) -> bool:
+    """As far as is known: nothing keeps an engine awake for one whose Secret or commits are not there."""
+    secret, problem = (memory.serving_secret, memory.secret_problem) if memory else (None, "")
+    return not cannot_be_served(secret, problem, view) and not lacks_commits(experiment, memory)
 
 
 def _can_start(experiment: Experiment, memory: Memory | None) -> bool:

@@ -317,6 +317,53 @@ def test_a_full_engine_is_asked_again_after_a_pause(seconds: float, asked: bool)
     assert plan.requeue_after is not None
 
 
+FOREIGN = ServingSecret("one-serving", None, foreign=True, at=NOW)
+NONE = ServingSecret("one-serving", None, foreign=False, at=NOW)
+NO_COMMITS = Problem(
+    type="https://clora.dev/problems/conflict", title="t", status=409, reason=Reason.CHECKPOINT_UNREACHABLE
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"serving_secret": FOREIGN}, "SecretInUse"),
+        ({"serving_secret": NONE, "memory": Memory(wants_slot=True, secret_problem="quota")}, "SecretRefused"),
+        ({"view": serves(offers=False)}, "ServingNotOffered"),
+        ({"memory": told(ended(), problem=NO_COMMITS), "assignment": Assignment("main")}, "ServingFailed"),
+    ],
+)
+def test_what_cannot_be_served_wants_no_slot_and_no_engine_awake(fields: dict[str, Any], reason: str) -> None:
+    of = ended("Succeeded", condition("Served", "True", "Serving"))
+    plan = decide(of, **fields)
+    assert said(plan, "Served") == ("False", reason)
+    assert not plan.wants_slot
+    assert plan.requeue_after is not None
+    assert not [action for action in plan.actions if isinstance(action, PutOnEngine)]
+    memory = replace(fields.get("memory", Memory()), serving_secret=fields.get("serving_secret", SECRET))
+    remembered = {name: getattr(memory, name) for name in ("answer", "serving_secret", "secret_problem", "wants_slot")}
+    (found,) = asked(of, fields.get("view", serves()), **remembered)
+    assert not found.needs
+
+
+@pytest.mark.parametrize(("secret", "problem"), [(FOREIGN, ""), (NONE, "quota")])
+def test_without_its_secret_it_leaves(secret: ServingSecret, problem: str) -> None:
+    of = ended("Succeeded", condition("Served", "True", "Serving"))
+    memory = replace(told(of), secret_problem=problem)
+    plan = decide(of, view=serves(is_served(of)), serving_secret=secret, memory=memory)
+    assert DeleteOnEngine(ENGINE.key, UID, "Retain") in plan.actions
+    assert not plan.wants_slot
+
+
+def test_commits_are_looked_for_again() -> None:
+    memory = told(ended(), problem=NO_COMMITS)
+    assert memory.answer is not None
+    later = replace(memory, answer=replace(memory.answer, at=ago(30)))
+    assert decide(ended(), memory=later, assignment=Assignment("main")).wants_slot
+    (put,) = decide(ended(), memory=later).actions
+    assert isinstance(put, PutOnEngine)
+
+
 def test_its_ttl_goes_on() -> None:
     of = ended("Succeeded", ttlSecondsAfterFinished=100)
     plan = decide(of, view=serves(is_served(of)), memory=told(of))
