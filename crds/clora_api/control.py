@@ -126,10 +126,12 @@ class ReportedBest(WireModel):
 
 
 class ReportedServing(WireModel):
-    """Of an experiment with a serving token. version: what tenants' requests get, empty: nothing; problem: why."""
+    """Of an experiment with a serving token. version: what tenants' requests get, empty: nothing; problem: why.
+    weight: spec.weight as the engine was told it last."""
 
     version: str = ""
     problem: str = ""
+    weight: int | None = None
 
 
 class ExperimentReport(WireModel):

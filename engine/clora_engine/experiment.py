@@ -430,7 +430,8 @@ class Experiment:
             return ReportedServing(problem=problem)
         step = self._progress.published_step if self._loaded else self._after.step
         version = "" if step is None else f"{self.desired.name}@{step}"
-        return ReportedServing(version=version, problem="" if version else self._after.problem)
+        problem = "" if version else self._after.problem
+        return ReportedServing(version=version, problem=problem, weight=self.desired.spec.weight)
 
     async def _write_result(self) -> None:
         report = self.report(0).model_copy(update={"phase": Phase.SUCCEEDED})

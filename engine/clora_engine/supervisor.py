@@ -152,7 +152,8 @@ class Supervisor:
     async def _update(self, known: Experiment, desired: DesiredExperiment) -> None:
         known.take_token(desired.serving_token)
         self._let_in(known)
-        if spec_digest(desired) != known.spec_digest:
+        over = known.phase is Phase.SUCCEEDED and desired.mode is RunMode.SERVE  # of its spec the weight alone counts
+        if not over and spec_digest(desired) != known.spec_digest:
             known.check_update(desired)
         wants_slot = desired.mode is RunMode.RUN and (
             known.phase is Phase.SUSPENDED or (known.phase is Phase.FAILED and desired.attempt > known.desired.attempt)

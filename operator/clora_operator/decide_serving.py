@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from clora_api.control import ExperimentReport, Phase
+from clora_api.control import DesiredExperiment, ExperimentReport, Phase
 from clora_api.v1alpha1.conditions import ExperimentCondition, Reason, derive_state
 from clora_api.v1alpha1.experiment import ExperimentStatus, ServingStatus
 from clora_operator import workload
@@ -183,7 +183,7 @@ def _engine_action(case: Case, wanted: bool) -> tuple[Action | None, float | Non
     if o.view is None or not o.view.ready or o.view.info is None or not o.view.info.serves:
         return None, None
     desired, answer = to_be_served(o), o.memory.answer
-    if desired is None or _knows(o, report, token_digest(desired)):
+    if desired is None or _knows(o, report, desired):
         return None, None
     left = 0.0
     if answer is not None and (answer.trouble or (report is not None and report.serving is not None)):
@@ -193,11 +193,12 @@ def _engine_action(case: Case, wanted: bool) -> tuple[Action | None, float | Non
     return (None, left) if left > 0 else (PutOnEngine(engine_key(o), desired), 0.0)
 
 
-def _knows(o: ObservedExperiment, report: ExperimentReport | None, token: str) -> bool:
-    """The engine holds a slot for it, and has this token."""
+def _knows(o: ObservedExperiment, report: ExperimentReport | None, desired: DesiredExperiment) -> bool:
+    """The engine holds a slot for it, and has its token and its weight; an engine of an earlier release says none."""
     if report is None or not report.keeps_slot:
         return False
-    return knows_token(o, report, token)
+    weight = report.serving.weight if report.serving else None
+    return weight in (None, desired.spec.weight) and knows_token(o, report, token_digest(desired))
 
 
 def knows_token(o: ObservedExperiment, report: ExperimentReport, token: str) -> bool:

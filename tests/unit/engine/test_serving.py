@@ -258,6 +258,11 @@ async def test_a_later_epoch_serves_it_from_its_commit_and_never_trains_it(tmp_p
     assert served.serving.version == "e@1"
     assert second.sampler.latest == {wanted.uid: 1}
     assert second.trainer.calls == []
+    light = wanted.spec.model_copy(update={"weight": 7, "max_steps": 9})  # of which nothing but the weight counts
+    told = await second.put(wanted, spec=light, mode=RunMode.SERVE, committed_step=1)
+    assert told.serving is not None
+    assert (told.serving.weight, second.sampler.told[-1]) == (7, (wanted.uid, 7, None))
+    served = await second.put(wanted, mode=RunMode.SERVE, committed_step=1)
     again = await second.put(wanted, mode=RunMode.SERVE, committed_step=1)
     assert again.revision == served.revision
     await second.supervisor.delete(wanted.uid, files=False)

@@ -259,6 +259,16 @@ def test_an_engine_that_knows_nothing_of_it_is_told_to_serve_and_not_to_train() 
     assert once_more == put
 
 
+@pytest.mark.parametrize(("weight", "is_told"), [(None, False), (100, True), (50, False)])
+def test_a_weight_that_was_changed_after_the_end_is_told(weight: int | None, is_told: bool) -> None:
+    of = ended(weight=50)
+    reported = is_served(of).model_copy(update={"serving": ReportedServing(version="one@10", weight=weight)})
+    memory = told(of)
+    assert memory.answer is not None
+    plan = decide(of, view=serves(reported), memory=replace(memory, answer=replace(memory.answer, at=ago(60))))
+    assert [put.desired.spec.weight for put in plan.actions if isinstance(put, PutOnEngine)] == [50] * is_told
+
+
 @pytest.mark.parametrize("assignment", [None, QUEUED, DRAINS])
 def test_without_a_slot_it_is_not_put(assignment: Assignment | None) -> None:
     of = ended()
