@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 class AfterEnd:
     """Of experiment `uid`. keeps_slot: it is served, or about to be. step: of the version that answers, once it is on
-    the sampler. problem: why the last `load` failed."""
+    the sampler. problem: why the last `load` failed, or what became of its version."""
 
     def __init__(self, sampler: Sampler, uid: str) -> None:
         self._sampler, self._uid = sampler, uid
@@ -47,6 +47,14 @@ class AfterEnd:
                 self.stop()
         if not self.keeps_slot:
             self._sampler.drop(self._uid)  # told to stop meanwhile, when there was no version to drop yet
+
+    def lost(self, step: int) -> bool:
+        """Whether that was the version that answers: it then gives the slot back."""
+        if not self.keeps_slot or self.step != step:
+            return False
+        self.problem = f"the sampler could not load step {step} again after vLLM's core had died"
+        self.stop()
+        return True
 
     def leave_trainer(self, weight: int) -> None:
         """The end of its last run: nothing but tenants' requests is left to sample, or nothing at all."""

@@ -89,6 +89,7 @@ async def _live(config: EngineConfig, epoch: int, supervisor: Supervisor) -> int
             await asyncio.wait({loading})
             return 0
         services = loading.result()
+        services.sampler.when_lost(supervisor.version_lost)
         supervisor.open(services)
         log.info("epoch %d: ready on port %d", epoch, config.port)
         dying = asyncio.create_task(services.trainer.died.wait())

@@ -182,6 +182,11 @@ class Experiment:
         self._after.begin()
         self._changed()
 
+    def lost(self, step: int) -> None:
+        """The sampler has lost the version of `step`."""
+        if self._after.lost(step):
+            self._changed()
+
     def starting(self) -> None:
         self.phase, self._outcome, self._stopping = Phase.PREPARING, _Outcome(), False
         self._changed()

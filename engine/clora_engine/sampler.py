@@ -18,7 +18,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -166,6 +166,10 @@ class Sampler:
         """
         assert self._base is not None, "start the sampler first"
         await self._versions.publish(version, directory, self._base)
+
+    def when_lost(self, act: Callable[[Version], None]) -> None:
+        """`act` is called with each version that a new core could not load again: nobody can lease it any more."""
+        self._versions.on_lost = act
 
     def lease(self, experiment: str) -> Lease:
         """Hold the experiment's latest version. Raises EngineError (NoVersion) when it has published none."""

@@ -45,6 +45,7 @@ class LiveVersions:
         self._supervisor = CoreSupervisor(config, self._reload)
         self._unloading: set[asyncio.Task[None]] = set()
         self._second_load = asyncio.Lock()
+        self.on_lost: Callable[[Version], None] = lambda _: None
 
     @property
     def supervisor(self) -> CoreSupervisor:
@@ -181,6 +182,7 @@ class LiveVersions:
             except EngineError as error:
                 logger.error("%s is lost: %s", entry.name, error)
                 self._retire(self._table.abandon(entry))
+                self.on_lost(entry.version)
 
 
 def _adapter(entry: Entry) -> Adapter:

@@ -30,6 +30,7 @@ from clora_engine.journal import Journal
 from clora_engine.sampler import Sampler, SamplerStats
 from clora_engine.serving import ServedAdapters
 from clora_engine.training import Services
+from clora_engine.types import Version
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +187,13 @@ class Supervisor:
         if (task is None or task.done()) and experiment.serving_due():
             experiment.serving_starts()
             self._tasks[uid] = asyncio.create_task(experiment.serve(), name=f"serve-{uid}")
+
+    def version_lost(self, version: Version) -> None:
+        """One that trains publishes its next, or fails by the loss; one that is only served gives its slot back, and
+        gets it again, with its commit, by the operator's next PUT."""
+        experiment = self._experiments.get(version.experiment)
+        if experiment is not None:
+            experiment.lost(version.step)
 
     def _start_if_due(self, experiment: Experiment) -> None:
         uid = experiment.desired.uid

@@ -297,6 +297,26 @@ async def test_stopped_while_it_loads_it_leaves_no_version(tmp_path: Path, stop:
     assert second.sampler.latest == {}
 
 
+async def test_a_version_that_is_lost_is_said_and_loaded_again(tmp_path: Path) -> None:
+    engine, wanted = Engine(tmp_path), one()
+    await engine.put(wanted)
+    before = await engine.until(wanted.uid, has_ended)
+    engine.supervisor.version_lost(Version(wanted.uid, 0))  # no longer of interest
+    engine.supervisor.version_lost(Version("somebody", 1))
+    assert engine.supervisor.report(wanted.uid).revision == before.revision
+    engine.supervisor.version_lost(Version(wanted.uid, 1))
+    after = engine.supervisor.report(wanted.uid)
+    assert after.revision > before.revision
+    assert not after.keeps_slot
+    assert after.serving is not None
+    assert (after.serving.version, after.serving.problem != "") == ("", True)
+    await engine.put(wanted, mode=RunMode.SERVE, committed_step=1)
+    again = await engine.until(wanted.uid, lambda r: r.serving is not None and r.serving.version)
+    assert again.keeps_slot
+    assert again.serving is not None
+    assert (again.serving.version, again.serving.problem) == ("e@1", "")
+
+
 async def test_what_has_no_commits_here_is_refused(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     with pytest.raises(CheckpointError, match="step 3 was committed"):
