@@ -75,7 +75,8 @@ def choose(trainer: Trainer, most: int, *, clock: Callable[[], float] = time.per
         return Choice(1, 0)
     adapters = min(slots, JOINED)
     names = [f"measured-{n}" for n in range(adapters)]
-    trainer.slots = adapters
+    with trainer.ranks.together():
+        trainer.slots = adapters
     try:
         for seed, name in enumerate(names):
             trainer.create(name, LoraConfig(rank=min(trainer.max_rank, rank_bucket(1)), alpha=1, seed=seed))

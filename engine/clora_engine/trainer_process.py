@@ -163,21 +163,23 @@ class TrainerServer:
                 gradient_checkpointing=command.gradient_checkpointing,
                 ranks=ranks,
             )
-        trainer = Trainer(
-            base,
-            model_name=command.model_name,
-            max_rank=command.max_rank,
-            tokens_per_microbatch=command.tokens_per_microbatch,
-            host_limit_bytes=command.host_limit_bytes // self._processes,
-            spill_directory=None if command.spill_directory is None else Path(command.spill_directory),
-            ranks=ranks,
-        )
+        with ranks.together():
+            trainer = Trainer(
+                base,
+                model_name=command.model_name,
+                max_rank=command.max_rank,
+                tokens_per_microbatch=command.tokens_per_microbatch,
+                host_limit_bytes=command.host_limit_bytes // self._processes,
+                spill_directory=None if command.spill_directory is None else Path(command.spill_directory),
+                ranks=ranks,
+            )
         if command.slots is None:
             choice = choose(trainer, min(ranks.gather(most, int)), clock=ranks.clock)
         else:
             # Asked for by number: whoever waits at the same time is joined.
             choice = Choice(command.slots, command.tokens_per_microbatch * ranks.size if command.slots > 1 else 0)
-        trainer.slots = choice.slots
+        with ranks.together():
+            trainer.slots = choice.slots
         self._trainer = trainer
         info = protocol.StartInfo(
             base_parameters=sum(parameter.numel() for parameter in base.model.parameters()),
@@ -200,9 +202,7 @@ class TrainerServer:
                 f"the trainer needs {self._processes} GPUs beside the sampler's, and torch finds {found}",
                 field="trainer.gpus",
             )
-        device = torch.device("cuda", self._rank)
-        torch.cuda.set_device(device)
-        return device
+        return torch.device("cuda", self._rank)
 
     def _plan(self, command: protocol.Start, device: torch.device) -> int:
         """The slots that fit, at most as many as there will be adapters. Raises UserError when the trainer does not."""

@@ -38,6 +38,8 @@ T = TypeVar("T")
 EXIT_RANK_LOST = 4
 # Ranks wait for each other as long as the slowest takes for a share, or rank 0 to write a commit to a slow volume.
 TIMEOUT = timedelta(minutes=30)
+# At the start, for the slowest to have loaded torch: what keeps a rank from coming at all must not cost TIMEOUT.
+MEETING_TIMEOUT = timedelta(minutes=5)
 
 
 class FailedElsewhere(Exception):
@@ -70,23 +72,34 @@ class Ranks:
     def join(
         cls, rank: int, size: int, rendezvous: Path | None, device: torch.device, *, in_step: bool = False
     ) -> Ranks:
-        """Meets the others; returns when all have come. rendezvous: a file that does not exist yet, in a folder of the
-        trainer's own, the same for all ranks. device: this rank's; gradients go by NCCL between GPUs, everything else
-        by gloo over the loopback interface."""
+        """Meets the others; returns when all have come, on their devices. rendezvous: a file that does not exist yet,
+        in a folder of the trainer's own, the same for all ranks. device: this rank's; gradients go by NCCL between
+        GPUs, everything else by gloo over the loopback interface. A rank that cannot join, or waits for another longer
+        than MEETING_TIMEOUT, ends its process, and with that all ranks: none waits for one that will not come."""
         if size == 1:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             return cls()
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        ranks = cls(rank, size, in_step=in_step, rendezvous=rendezvous)
+        ranks._collective(lambda: ranks._meet(device))
+        ranks.check()
+        return ranks
+
+    def _meet(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        store = dist.FileStore(str(self._rendezvous), self.size)  # type: ignore[attr-defined]
+        store.set(f"here-{self.rank}", "")
+        store.wait([f"here-{rank}" for rank in range(self.size)], MEETING_TIMEOUT)
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=dist.FileStore(str(rendezvous), size),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=size,
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
             timeout=TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
-        ranks = cls(rank, size, in_step=in_step, rendezvous=rendezvous)
-        ranks.check()
-        return ranks
 
     @property
     def deal(self) -> Deal:
