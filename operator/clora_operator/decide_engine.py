@@ -123,7 +123,8 @@ def _actions(
     if spec is not None and spec.endpoint is None and (accepted.status == "True" or o.apply_error):
         if o.token is None and spec.token_secret_ref is None:
             actions.append(CreateToken(o.token_secret[0]))
-        children = workload.manifests(o.engine, settings.engine_ingress_from, asleep=asleep)
+        peers = (settings.engine_ingress_from, settings.engine_tenants_from)
+        children = workload.manifests(o.engine, *peers, asleep=asleep)
         digest = workload.digest(children)
         if o.stateful_set is None or o.applied != digest:
             actions.append(ApplyWorkload(children, digest))

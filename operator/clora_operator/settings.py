@@ -59,6 +59,10 @@ class Settings:
     engine_ingress_from: Annotated[
         IngressPeers, "NetworkPolicyPeers, a JSON list, that engines may be reached from; empty: no NetworkPolicy"
     ] = NO_POLICY
+    # Who may reach their tenants' port, besides the namespaces that an engine takes experiments from: an ingress.
+    engine_tenants_from: Annotated[
+        IngressPeers, "further NetworkPolicyPeers, a JSON list, that engines' tenants' port may be reached from"
+    ] = NO_POLICY
     # Everything is looked at again this often, whatever events were missed.
     resync_seconds: Annotated[float, "time between two passes over everything"] = 60.0
     # An engine may be silent this long before anybody is told.

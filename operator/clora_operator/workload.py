@@ -74,14 +74,17 @@ def owner(meta: Meta, kind: str = "LoRAEngine") -> Manifest:
     }
 
 
-def manifests(engine: Engine, ingress_from: str = "", *, asleep: bool = False) -> tuple[Manifest, ...]:
-    """In the order in which they are to be applied. `ingress_from` is settings.IngressPeers; asleep: without a pod."""
+def manifests(
+    engine: Engine, ingress_from: str = "", tenants_from: str = "", *, asleep: bool = False
+) -> tuple[Manifest, ...]:
+    """In the order in which they are to be applied. `ingress_from`, and `tenants_from` of the tenants' port, are
+    settings.IngressPeers; asleep: without a pod."""
     spec, meta = engine.spec, engine.meta
     assert spec is not None
     assert spec.image is not None
     children = [_service(meta, spec), _stateful_set(meta, spec, token_secret(engine), replicas=0 if asleep else 1)]
     if ingress_from:
-        children.insert(1, _network_policy(meta, spec, ingress_from))
+        children.insert(1, _network_policy(meta, spec, ingress_from, tenants_from))
     if spec.storage.existing_claim is None:
         children.insert(1, _claim(meta, spec))
     return tuple(children)
@@ -115,13 +118,14 @@ def _service(meta: Meta, spec: EngineSpec) -> Manifest:
     }
 
 
-def _network_policy(meta: Meta, spec: EngineSpec, ingress_from: str) -> Manifest:
+def _network_policy(meta: Meta, spec: EngineSpec, ingress_from: str, tenants_from: str) -> Manifest:
     """Only these peers reach the control API, which /metrics shares its port with; only pods of namespaces whose
-    experiments the engine takes reach the tenants' port, if it has one; and nobody another port of the pod. kubelet's
-    probes come from the node, which no policy keeps out."""
+    experiments the engine takes, and `tenants_from`, an ingress, reach the tenants' port, if it has one; and nobody
+    another port of the pod. kubelet's probes come from the node, which no policy keeps out."""
     ingress: list[Manifest] = [{"from": json.loads(ingress_from), "ports": [{"port": PORT, "protocol": "TCP"}]}]
     if spec.serving.enabled:
-        ingress.append({"from": _tenants(spec), "ports": [{"port": TENANT_PORT, "protocol": "TCP"}]})
+        tenants = [*_tenants(spec), *json.loads(tenants_from or "[]")]
+        ingress.append({"from": tenants, "ports": [{"port": TENANT_PORT, "protocol": "TCP"}]})
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

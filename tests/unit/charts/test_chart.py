@@ -66,6 +66,7 @@ def test_every_setting_of_the_operator_can_be_given_and_no_other() -> None:
         "liveness_port",
         "metrics_port",
         "engine_ingress_from",
+        "engine_tenants_from",
     }
     assert given == {first + "".join(map(str.title, rest)) for first, *rest in (name.split("_") for name in theirs)}
 

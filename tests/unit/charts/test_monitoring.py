@@ -168,6 +168,10 @@ def test_engines_are_reached_by_this_operator_and_whom_it_is_told() -> None:
     assert operator["podSelector"] == deployment["spec"]["selector"]
     assert operator["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "clora-system"}}
     assert other == prometheus
+    assert "CLORA_OPERATOR_ENGINE_TENANTS_FROM" not in _environment(deployment)
+    documents = render(f'networkPolicy={{"engines": {{"tenantsFrom": [{json.dumps(prometheus)}]}}}}')
+    text = _environment(of_kind(documents, "Deployment")[0])["CLORA_OPERATOR_ENGINE_TENANTS_FROM"]
+    assert json.loads(IngressPeers(text)) == [prometheus]
     off = render('networkPolicy={"engines": {"enabled": false}}')
     assert "CLORA_OPERATOR_ENGINE_INGRESS_FROM" not in _environment(of_kind(off, "Deployment")[0])
     assert "networkpolicies" not in json.dumps(of_kind(off, "ClusterRole"))

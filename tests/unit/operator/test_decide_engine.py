@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -181,3 +182,15 @@ def test_peers_of_the_settings_make_a_network_policy() -> None:
     kinds = [[child["kind"] for child in each.manifests] for each in (workload, plain)]
     assert ["NetworkPolicy" in each for each in kinds] == [True, False]
     assert workload.digest != plain.digest
+
+
+def test_an_ingress_of_the_settings_reaches_the_tenants_port() -> None:
+    operator, ingress = ({"podSelector": {"matchLabels": {"app": name}}} for name in ("operator", "ingress"))
+    own, others = (IngressPeers(json.dumps([peer])) for peer in (operator, ingress))
+    settings = replace(SETTINGS, engine_ingress_from=own, engine_tenants_from=others)
+    plan = decide(ours(serving={"enabled": True}), settings=settings)
+    (workload,) = [a for a in plan.actions if isinstance(a, ApplyWorkload)]
+    (policy,) = [child for child in workload.manifests if child["kind"] == "NetworkPolicy"]
+    control, tenants = policy["spec"]["ingress"]
+    assert control["from"] == [operator]
+    assert tenants["from"] == [{"podSelector": {}}, ingress]
