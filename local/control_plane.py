@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shlex
 import shutil
 import socket
@@ -253,9 +254,11 @@ class ControlPlane:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those that the kernel gives to connections which go out: one of these could
+    take it while the server that has it is started again."""
+    ports = list(range(20000, 30000))
+    random.shuffle(ports)
+    return next(port for port in ports if _is_free(port))
 
 
 def _is_free(port: int) -> bool:

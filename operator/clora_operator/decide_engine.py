@@ -13,7 +13,7 @@ from clora_operator.decide_drain import drained, pod_to_replace, workload_curren
 from clora_operator.decide_sleep import falls_or_stays_asleep, idle, seconds_until_sleep, waking
 from clora_operator.observe import ObservedEngine
 from clora_operator.plan import Action, ApplyWorkload, Connect, CreateToken, Disconnect, Event, Plan
-from clora_operator.pod_trouble import pod_trouble
+from clora_operator.pod_trouble import AWAITED, pod_trouble
 from clora_operator.resources import find_condition
 from clora_operator.settings import ServiceAddressing, Settings
 from clora_operator.status import Verdict, clip, delay_of_write, event_of, set_conditions, transitions, weigh
@@ -85,10 +85,11 @@ def _ready(o: ObservedEngine, accepted: Verdict, asleep: bool, now: datetime, se
         if view.info.ready:
             return Verdict("True", Reason.SERVING, f"serves {view.info.model}")
         return Verdict("False", Reason.STARTING, "the engine answers and is not ready yet")
-    if (trouble := pod_trouble(o.pod, o.engine.meta.labels)) is not None:
+    trouble = pod_trouble(o.pod, o.engine.meta.labels)
+    if waking(o.engine):  # stays so: it says that nothing is attached
+        return Verdict("False", Reason.WAKING, trouble.message if trouble else AWAITED)
+    if trouble is not None:
         return trouble
-    if waking(o.engine):
-        return Verdict("False", Reason.WAKING, "it was asleep, is wanted, and has not answered yet")
     before = find_condition(o.engine.status.conditions, EngineCondition.READY)
     was_ready = before is not None and before.status == "True"
     if view is None or view.down_since is None or not view.error:

@@ -11,6 +11,7 @@ from datetime import datetime
 from clora_api.v1alpha1.conditions import EngineCondition, Reason
 from clora_operator.decide_drain import never_started
 from clora_operator.observe import ObservedEngine
+from clora_operator.pod_trouble import NOT_RUNNING
 from clora_operator.resources import Engine, find_condition, from_rfc3339
 from clora_operator.status import Verdict
 
@@ -72,7 +73,7 @@ def wakes_on_demand(engine: Engine) -> bool:
     """It is not there, and will be for an experiment that waits for it."""
     if engine.spec is None or engine.spec.endpoint is not None or engine.spec.scale_down_after_seconds is None:
         return False
-    return waking(engine) or _unready_reason(engine) == Reason.STARTING
+    return waking(engine) or _unready_reason(engine) in {Reason.STARTING, *NOT_RUNNING}
 
 
 def _seconds_left(o: ObservedEngine, now: datetime) -> float | None:

@@ -56,8 +56,9 @@ def _assign(claim: Claim, slots: Mapping[Seat, Slots]) -> Assignment:
         message = f"LoRAEngine {engine} is not ready"
         if chosen.room.wakes:
             chosen.admit(claim)
-            message = f"LoRAEngine {engine}, which sleeps when it is idle, is waking: it loads its model first"
-        if chosen.room.trouble:
+            what = chosen.room.trouble or "it loads its model first"
+            message = f"LoRAEngine {engine}, which sleeps when it is idle, is waking: {what}"
+        elif chosen.room.trouble:
             message = f"LoRAEngine {engine} is not ready: {chosen.room.trouble}"
         return Assignment(engine, reason=Reason.WAITING_FOR_ENGINE, message=message)
     if chosen.free_for(claim) <= 0:

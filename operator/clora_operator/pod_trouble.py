@@ -17,7 +17,9 @@ KUEUE = "kueue.x-k8s.io/"
 """Prefix of the labels by which Kueue knows a workload's queue and priority."""
 HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
 """What a container waits for on its way up."""
-REASONS = frozenset({Reason.QUEUED, Reason.POD_UNSCHEDULABLE, Reason.POD_FAILING})
+NOT_RUNNING = frozenset({Reason.QUEUED, Reason.POD_UNSCHEDULABLE, Reason.POD_FAILING})
+AWAITED = "it was asleep, is wanted, and has not answered yet"
+"""What Ready says of an engine that wakes and whose pod is in no trouble."""
 MESSAGE_CHARACTERS = 512
 
 
@@ -52,7 +54,9 @@ def pod_trouble(pod: Mapping[str, Any] | None, labels: Mapping[str, str]) -> Ver
 def told_trouble(engine: Engine) -> str:
     """What the engine's status says of it; empty for none."""
     ready = find_condition(engine.status.conditions, EngineCondition.READY)
-    return ready.message if ready is not None and ready.reason in REASONS else ""
+    if ready is None or ready.status == "True" or ready.message == AWAITED:
+        return ""
+    return ready.message if ready.reason in NOT_RUNNING | {Reason.WAKING} else ""
 
 
 def _held_back(name: str, gates: Sequence[str], labels: Mapping[str, str]) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from kubernetes import client, config, watch
 from kubernetes.client.exceptions import ApiException
 
 from clora_api import API_VERSION, GROUP, VERSION
-from local.control_plane import ControlPlane
+from local.control_plane import ControlPlane, free_port
 from local.node import NodeCluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,12 +56,6 @@ QUICK = {
     "RESYNC_SECONDS": "5",
     "RELEASE_DEADLINE_SECONDS": "60",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def answers(url: str) -> bool:

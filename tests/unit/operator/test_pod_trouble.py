@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from clora_operator.decide_engine import decide_engine
+from clora_operator.decide_sleep import wakes_on_demand, waking
 from clora_operator.placement import place
-from clora_operator.pod_trouble import kueue_labels, pod_trouble
+from clora_operator.pod_trouble import kueue_labels, pod_trouble, told_trouble
 from clora_operator.workload import manifests
-from tests.unit.operator.factories import NOW, SETTINGS, ago, engine, observed_engine, said, view
+from tests.unit.operator.factories import NOW, SETTINGS, ago, condition, engine, observed_engine, said, view
+from tests.unit.operator.test_decide_engine import as_stored
+from tests.unit.operator.test_decide_sleep import ours as sleeper
 from tests.unit.operator.test_placement import claim, room
 
 QUEUE = {"kueue.x-k8s.io/queue-name": "research"}
@@ -107,6 +110,29 @@ def test_kueue_finds_its_labels_on_the_workload() -> None:
     assert not kueue_labels(found["Service"])
 
 
+@pytest.mark.parametrize("reason", ["Asleep", "Waking"])
+def test_an_engine_that_wakes_stays_so_whatever_its_pod_waits_for(reason: str) -> None:
+    """It says that nothing is attached to it, so that nobody gives its files up before it has come."""
+    main = sleeper(condition("Ready", "False", reason), condition("Idle", "False", "Wanted"))
+    silent = view(down_since=ago(60), error="refused")
+    plan = decide_engine(observed_engine(main, view=silent, pod=pod(conditions=[NO_NODE]), wanted="one"), NOW, SETTINGS)
+    assert said(plan, "Ready") == ("False", "Waking")
+    told = as_stored(main, plan)
+    assert waking(told)
+    assert told_trouble(told) == "pod main-0 finds no node: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+    fine = as_stored(main, decide_engine(observed_engine(main, view=silent, wanted="one"), NOW, SETTINGS))
+    assert waking(fine)
+    assert told_trouble(fine) == ""
+
+
+@pytest.mark.parametrize("of", [pod(conditions=[NO_NODE]), pod(conditions=[GATED], gates=["a/b"])])
+def test_a_new_engine_whose_pod_does_not_run_yet_is_there_for_who_waits_for_it(of: dict[str, Any]) -> None:
+    main = engine(image="clora-engine:test", scaleDownAfterSeconds=60)
+    assert wakes_on_demand(as_stored(main, decide_engine(observed_engine(main, view=None, pod=of), NOW, SETTINGS)))
+
+
 def test_an_experiment_that_waits_for_the_engine_is_told_why() -> None:
     told = place([room(ready=False, trouble="pod main-0 finds no node: 0/3")], [claim("a")])["a"]
     assert told.message == "LoRAEngine main is not ready: pod main-0 finds no node: 0/3"
+    wakes = place([room(ready=False, wakes=True, trouble="pod main-0 finds no node: 0/3")], [claim("a")])["a"]
+    assert wakes.message.endswith("is waking: pod main-0 finds no node: 0/3")
