@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported; nothing here asks the hub
 
 CLUSTERS = {"control_plane", "fresh_control_plane", "charts", "node_cluster"}
 pytest_plugins = ["tests.cluster_fixtures", "tests.engine_fixtures"]
