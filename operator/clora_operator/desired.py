@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from clora_api.control import DesiredExperiment, RunMode
+from clora_api.control import DesiredExperiment, InitSource, RunMode
 from clora_api.v1alpha1.experiment import ExperimentSpec
 from clora_operator.observe import ObservedExperiment
 from clora_operator.resources import Engine, Key
@@ -12,8 +12,22 @@ from clora_operator.resources import Engine, Key
 
 def desired_experiment(o: ObservedExperiment, mode: RunMode = RunMode.RUN) -> DesiredExperiment | None:
     """None while its data or its starting weights are not known."""
+    if o.data_missing or (o.init is not None and o.init.source is None):
+        return None
+    return _desired(o, mode, init_source=o.init.source if o.init else None, data_text=o.data_text)
+
+
+def to_be_served(o: ObservedExperiment) -> DesiredExperiment | None:
+    """Of one that has ended: its data and starting weights may be gone, and are not needed."""
+    return _desired(o, RunMode.SERVE)
+
+
+def _desired(
+    o: ObservedExperiment, mode: RunMode, *, init_source: InitSource | None = None, data_text: str | None = None
+) -> DesiredExperiment | None:
+    """None where the stored spec is not of this release."""
     experiment = o.experiment
-    if experiment.spec is None or o.data_missing or (o.init is not None and o.init.source is None):
+    if experiment.spec is None:
         return None
     return DesiredExperiment(
         uid=experiment.meta.uid,
@@ -24,26 +38,8 @@ def desired_experiment(o: ObservedExperiment, mode: RunMode = RunMode.RUN) -> De
         mode=mode,
         attempt=experiment.status.restarts,
         committed_step=experiment.status.checkpoint.step if experiment.status.checkpoint else None,
-        init_source=o.init.source if o.init else None,
-        data_text=o.data_text,
-        serving_token=serving_token(o),
-    )
-
-
-def to_be_served(o: ObservedExperiment) -> DesiredExperiment | None:
-    """Of one that has ended: its data and starting weights may be gone, and are not needed."""
-    experiment = o.experiment
-    if experiment.spec is None:
-        return None
-    return DesiredExperiment(
-        uid=experiment.meta.uid,
-        namespace=experiment.meta.namespace,
-        name=experiment.meta.name,
-        generation=experiment.meta.generation,
-        spec=_for_the_engine(experiment.spec),
-        mode=RunMode.SERVE,
-        attempt=experiment.status.restarts,
-        committed_step=experiment.status.checkpoint.step if experiment.status.checkpoint else None,
+        init_source=init_source,
+        data_text=data_text,
         serving_token=serving_token(o),
     )
 
