@@ -6,6 +6,7 @@ attached when one has ended, as on an engine with N slots and a queue.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections import deque
@@ -157,6 +158,15 @@ def forget(process: EngineProcess, jobs: Sequence[Job]) -> None:
 def _expect_success(report: ExperimentReport) -> None:
     if report.phase is not Phase.SUCCEEDED:
         raise RuntimeError(f"{report.uid} is {report.phase}: {report.reason} {report.message}")
+
+
+def arguments(doc: str | None, argv: Sequence[str] | None, parts_help: str) -> argparse.Namespace:
+    """work, parts and out, of a benchmark that is made part by part."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for storage and finished parts")
+    parser.add_argument("--parts", default="", help=parts_help)
+    parser.add_argument("--out", type=Path, help="where the results go, of all parts that are there")
+    return parser.parse_args(argv)
 
 
 class Parts:

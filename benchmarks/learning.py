@@ -11,7 +11,6 @@ rewards are reported: speeds are those of `make bench`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.engine_runs import FAMILIES, LEARNING_RATE, LORA, Ended, Job, Parts, engine, rl_spec, run, warm_up
+from benchmarks.engine_runs import (
+    FAMILIES,
+    LEARNING_RATE,
+    LORA,
+    Ended,
+    Job,
+    Parts,
+    arguments,
+    engine,
+    rl_spec,
+    run,
+    warm_up,
+)
 from benchmarks.learning_report import headlines, record, render, write_plot
 from benchmarks.tool_server import ToolServer
 
@@ -99,11 +110,7 @@ def measure(part: Part, work: Path, parts: Parts) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for storage and finished parts")
-    parser.add_argument("--parts", default="", help="comma-separated names; unset: all")
-    parser.add_argument("--out", type=Path, help="where the results go, of all parts that are there")
-    args = parser.parse_args(argv)
+    args = arguments(__doc__, argv, "comma-separated names; unset: all")
     parts, wanted = Parts(args.work / "parts"), args.parts.split(",") if args.parts else []
     for part in parts_to_run():
         if not wanted or part.name in wanted:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
+
 ENDS = 3  # steps at either end over which a reward is a mean
 
 Record = dict[str, Any]
@@ -75,16 +77,9 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _head(document: Mapping[str, Any]) -> Iterator[str]:
-    machine, settings, found = document["machine"], document["settings"], document["headlines"]
-    yield "# What experiments learn, alone and beside others"
-    yield ""
-    yield f"    {document['command']}"
-    yield ""
-    yield (
-        f"{machine['cores']} cores of {machine['cpu']}; commit {document['commit']}; "
-        + ", ".join(f"{k} {v}" for k, v in document["versions"].items())
-        + "."
-    )
+    settings, found = document["settings"], document["headlines"]
+    yield from report.title("What experiments learn, alone and beside others", document)
+    yield report.origin(document, settings["commits"])
     yield (
         f"SmolLM2-135M-Instruct, float32, LoRA of rank {settings['rank']}; GRPO with PPO's loss, {settings['prompts']}"
         f" prompts × {settings['group']} trajectories a step, {settings['steps']} steps, learning rate"
@@ -109,11 +104,7 @@ def _table(records: Sequence[Record]) -> Iterator[str]:
     for n, part in by_n.items():
         difference = statistics.fmean(deltas(by_n[1], part))
         against = f"{difference:+.3f} ({difference / spread:+.2f} σ)" if n > 1 else f"σ = {spread:.3f}"
-        before, after = (statistics.fmean(one["held_out"][i] for one in part) for i in (0, 1))
-        yield (
-            f"| {n} | {len(part)} | {_mean_and_range([one['start'] for one in part])}"
-            f" | {_mean_and_range([one['end'] for one in part])} | {against} | {before:.2f} | {after:.2f} |"
-        )
+        yield f"| {n} | {len(part)} | {_cell(part, 'start')} | {_cell(part, 'end')} | {against} | {_held_out(part)} |"
     yield ""
     yield "Means over the runs; smallest and largest run in parentheses."
     yield ""
@@ -127,7 +118,7 @@ def _families(records: Sequence[Record]) -> Iterator[str]:
     yield "| at once | " + " | ".join(families) + " |"
     yield "|---" * (len(families) + 1) + "|"
     for n, part in by_n.items():
-        cells = [_mean_and_range([one["end"] for one in part if one["family"] == family]) for family in families]
+        cells = [_cell([one for one in part if one["family"] == family], "end") for family in families]
         yield f"| {n} | " + " | ".join(cells) + " |"
     yield ""
 
@@ -142,18 +133,21 @@ def _rest(document: Mapping[str, Any]) -> Iterator[str]:
         if not one["part"].startswith("n"):
             controls[one["part"]].append(one)
     for name, part in controls.items():
-        start, end = ([one[key] for one in part] for key in ("start", "end"))
-        before, after = (statistics.fmean(one["held_out"][i] for one in part) for i in (0, 1))
-        yield (
-            f"| {document['settings']['controls'][name]} | {len(part)} | {_mean_and_range(start)}"
-            f" | {_mean_and_range(end)} | {before:.2f} | {after:.2f} |"
-        )
+        meaning = document["settings"]["controls"][name]
+        yield f"| {meaning} | {len(part)} | {_cell(part, 'start')} | {_cell(part, 'end')} | {_held_out(part)} |"
     yield ""
     yield "![mean reward by step](learning.svg)"
 
 
-def _mean_and_range(values: Sequence[float]) -> str:
+def _cell(part: Sequence[Record], figure: str) -> str:
+    """Mean and range over runs."""
+    values = [one[figure] for one in part]
     return f"{statistics.fmean(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def _held_out(part: Sequence[Record]) -> str:
+    """Mean accuracy before and after, two cells."""
+    return " | ".join(f"{statistics.fmean(one['held_out'][end] for one in part):.2f}" for end in (0, 1))
 
 
 def write_plot(records: Sequence[Record], path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -61,6 +61,32 @@ def commit() -> str:
         "status", "--porcelain", "--", "engine", "operator", "crds", "benchmarks", "requirements", "tests", "local"
     )
     return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+
+
+def title(text: str, document: Mapping[str, Any]) -> list[str]:
+    """How a page begins: its title, and the command that made it."""
+    return [f"# {text}", "", f"    {document['command']}", ""]
+
+
+def versions(found: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in found.items())
+
+
+def origin(document: Mapping[str, Any], commits: Sequence[str] = ()) -> str:
+    """Machine, commit (or `commits`) and versions, as a sentence."""
+    of = document["machine"]
+    return (
+        f"{of['cores']} cores of {of['cpu']} ({', '.join(of['features'])}), {of['memory_gib']} GiB;"
+        f" commit {', '.join(commits) or document['commit']}; {versions(document['versions'])}."
+    )
+
+
+def headline_rows(of: str, document: Mapping[str, Any], meaning: Mapping[str, str]) -> Iterator[str]:
+    """The headlines as a table with what each means."""
+    yield f"| {of} | | |"
+    yield "|---|---|---|"
+    for name, value in document["headlines"].items():
+        yield f"| `{name}` | {value:g} | {meaning[name]} |"
 
 
 def write(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+from benchmarks import report
 from benchmarks.report import Spread
 
 MEANING = {
@@ -25,15 +26,9 @@ def render(document: dict[str, Any]) -> str:
 
 
 def _head(document: dict[str, Any]) -> Iterator[str]:
-    machine, settings = document["machine"], document["settings"]
-    yield "# Sampler benchmark"
-    yield ""
-    yield f"    {document['command']}"
-    yield ""
-    yield (
-        f"{machine['cores']} cores of {machine['cpu']} ({', '.join(machine['features'])}), {machine['memory_gib']} GiB;"
-        f" commit {document['commit']}; " + ", ".join(f"{k} {v}" for k, v in document["versions"].items()) + "."
-    )
+    settings = document["settings"]
+    yield from report.title("Sampler benchmark", document)
+    yield report.origin(document)
     yield (
         f"Adapters of rank {settings['rank']} on all linear layers, {settings['slots']} slots, prompts of"
         f" {settings['prompt_tokens']} tokens (none repeated), {settings['tokens']} tokens sampled for each,"
@@ -49,10 +44,7 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
         " KV cache and threads)."
     )
     yield ""
-    yield "| headline (SmolLM2-135M, float32) | | |"
-    yield "|---|---|---|"
-    for name, value in document["headlines"].items():
-        yield f"| `{name}` | {value:g} | {MEANING[name]} |"
+    yield from report.headline_rows("headline (SmolLM2-135M, float32)", document, MEANING)
 
 
 def _throughput(document: dict[str, Any]) -> Iterator[str]:

@@ -13,7 +13,6 @@ run again. Short repetitions of all cases are interleaved; the long one has as m
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -26,7 +25,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import report
-from benchmarks.engine_runs import FAMILIES, THREADS, Job, Parts, engine, forget, rl_spec, run, warm_up
+from benchmarks.engine_runs import FAMILIES, THREADS, Job, Parts, arguments, engine, forget, rl_spec, run, warm_up
 from benchmarks.limits import SEATS, Rates, limit_seconds
 from benchmarks.throughput_report import headlines, record, render, write_plot
 from benchmarks.tool_server import ToolServer
@@ -150,11 +149,7 @@ def counters(process: EngineProcess) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for storage and finished parts")
-    parser.add_argument("--parts", default="", help="comma-separated beginnings of names; unset: all")
-    parser.add_argument("--out", type=Path, help="where the results go, of all parts that are there")
-    args = parser.parse_args(argv)
+    args = arguments(__doc__, argv, "comma-separated beginnings of names; unset: all")
     parts = Parts(args.work / "parts")
     wanted: tuple[str, ...] = tuple(args.parts.split(",")) if args.parts else ("",)
     for part in repetitions():

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
 from benchmarks.learning_report import ENDS, sigma
 from benchmarks.report import Spread
 
@@ -131,16 +132,9 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _head(document: Mapping[str, Any]) -> Iterator[str]:
-    machine, settings = document["machine"], document["settings"]
-    yield "# Eight experiments, N at a time"
-    yield ""
-    yield f"    {document['command']}"
-    yield ""
-    yield (
-        f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB; commit {document['commit']}; "
-        + ", ".join(f"{k} {v}" for k, v in document["versions"].items())
-        + "."
-    )
+    settings = document["settings"]
+    yield from report.title("Eight experiments, N at a time", document)
+    yield report.origin(document, settings["commits"])
     yield (
         "SmolLM2-135M-Instruct, float32, sampler and trainer on the same cores. Eight experiments (four families, two"
         f" seeds) of {settings['steps']} steps on one engine with eight slots, so many at a time, the next one when one"

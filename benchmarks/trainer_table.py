@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+from benchmarks import report
 from benchmarks.report import Spread
 
 MEANING = {
@@ -22,15 +23,9 @@ def render(document: dict[str, Any]) -> str:
 
 
 def _head(document: dict[str, Any]) -> Iterator[str]:
-    machine, settings = document["machine"], document["settings"]
-    yield "# Trainer benchmark"
-    yield ""
-    yield f"    {document['command']}"
-    yield ""
-    yield (
-        f"{machine['cores']} cores of {machine['cpu']} ({', '.join(machine['features'])}), {machine['memory_gib']} GiB;"
-        f" commit {document['commit']}; " + ", ".join(f"{k} {v}" for k, v in document["versions"].items()) + "."
-    )
+    settings = document["settings"]
+    yield from report.title("Trainer benchmark", document)
+    yield report.origin(document)
     yield (
         f"A tenant's step is a batch forward and backward and an AdamW step, on a LoRA of its own on all linear layers."
         f" Batches are rows of {settings['row_tokens']} tokens, {settings['prompt_tokens']} of them prompt, with"
@@ -43,10 +38,7 @@ def _head(document: dict[str, Any]) -> Iterator[str]:
         " torch.optim.AdamW, one tenant after the other; N tenants take N times the time of one, which is measured."
     )
     yield ""
-    yield "| headline (SmolLM2-135M, float32) | | |"
-    yield "|---|---|---|"
-    for name, value in document["headlines"].items():
-        yield f"| `{name}` | {value:g} | {MEANING[name]} |"
+    yield from report.headline_rows("headline (SmolLM2-135M, float32)", document, MEANING)
 
 
 def _throughput(document: dict[str, Any]) -> Iterator[str]:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks import report
 from benchmarks.report import Spread
 
 Record = Mapping[str, Any]
@@ -64,16 +65,12 @@ def render(document: Record) -> str:
 
 
 def _head(document: Record) -> Iterator[str]:
-    machine, settings = document["machine"], document["settings"]
-    yield "# clora beside its peers"
-    yield ""
-    yield f"    {document['command']}"
-    yield ""
+    settings = document["settings"]
+    yield from report.title("clora beside its peers", document)
     yield (
-        f"{machine['cores']} cores of {machine['cpu']} ({', '.join(machine['features'])}), {machine['memory_gib']} GiB;"
-        f" commit {', '.join(settings['commits'])}; {_versions(document['versions'])}."
-        f" TRL's environment: {_versions(settings['trl_versions'])}."
-        f" SkyRL's: {_versions(settings['skyrl_versions'])}."
+        f"{report.origin(document, settings['commits'])}"
+        f" TRL's environment: {report.versions(settings['trl_versions'])}."
+        f" SkyRL's: {report.versions(settings['skyrl_versions'])}."
     )
     yield ""
     yield (
@@ -84,10 +81,7 @@ def _head(document: Record) -> Iterator[str]:
         " optimizer, learning rates, clip and denominator of the loss. What is sampled is each one's own."
     )
     yield ""
-    yield "| headline | | |"
-    yield "|---|---|---|"
-    for name, value in document["headlines"].items():
-        yield f"| `{name}` | {value:g} | {MEANING[name]} |"
+    yield from report.headline_rows("headline", document, MEANING)
 
 
 def _trial(document: Record) -> Iterator[str]:
@@ -221,10 +215,6 @@ def _rate(steps: Sequence[Record], tokens: str, seconds: str) -> float:
 
 def _median(values: Iterator[float]) -> float:
     return statistics.median(values)
-
-
-def _versions(found: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in found.items())
 
 
 def _named(settings: Mapping[str, Any]) -> str:

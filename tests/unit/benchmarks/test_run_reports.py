@@ -105,9 +105,9 @@ def test_tables_and_plots_are_made(tmp_path: Path) -> None:
     document = {
         "command": "c",
         "commit": "d",
-        "machine": {"cores": 2, "cpu": "e", "memory_gib": 3},
+        "machine": {"cores": 2, "cpu": "e", "features": ["avx2"], "memory_gib": 3},
         "versions": {},
-        "settings": {"steps": 10},
+        "settings": {"steps": 10, "commits": ["d"]},
         "headlines": throughput_report.headlines(records),
         "records": records,
     }
