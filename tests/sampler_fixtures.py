@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from clora_engine.adapter_files import BaseShapes
 from clora_engine.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from clora_engine.sampler import Sampler, SamplerConfig
 from clora_engine.types import SamplingParams, Version
+from tests.torch_threads import torch_threads
 
 VOCABULARY = 512
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=())
@@ -90,7 +91,7 @@ class Judge:
     def logits(self, adapter: Path | None, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Of every position of every sequence; float32 [length, vocabulary] each."""
         ids = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
-        with one_thread():
+        with torch_threads(1):
             rows: Tensor = self._load(adapter)(ids).logits
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
 
@@ -105,17 +106,6 @@ class Judge:
         """Of each of `ids` after `prompt`, at the temperature; float32 [T]."""
         (logits,) = self.logits(adapter, [[*prompt, *ids]])
         return of_tokens(logits[len(prompt) - 1 : -1], ids, temperature)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """For tiny tensors: two threads that spin beside a busy vLLM are a hundred times slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def of_tokens(logits_TV: Tensor, ids: Sequence[int], temperature: float) -> Tensor:

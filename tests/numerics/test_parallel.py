@@ -15,6 +15,7 @@ import torch
 
 from clora_engine.trainer_ranks import Ranks
 from tests.numerics.parallel_run import ADAM, Facts, training
+from tests.torch_threads import torch_threads
 
 pytestmark = pytest.mark.integration
 
@@ -42,11 +43,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def alone() -> Facts:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    facts = training(Ranks())
-    torch.set_num_threads(before)
-    return facts
+    with torch_threads(1):
+        return training(Ranks())
 
 
 def close(ours: list[float], theirs: list[float]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,7 @@ ADAM = AdamParams(learning_rate=5e-3)
 TENANTS = {name: LoraConfig(rank=8 if n % 3 else 12, alpha=16, seed=n) for n, name in enumerate("ABCDEFGH")}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trainer_for(adapters: float, directory: Path | None, *, slots: int = 1) -> Trainer:

@@ -14,6 +14,7 @@ from clora_engine.errors import CapacityError, EngineError, UserError
 from clora_engine.trainer import Trainer
 from clora_engine.types import AdamParams, Completion, LoraConfig, Loss, Row
 from tests.numerics.tiny import batch, tiny_trainer, trained_tokens
+from tests.torch_threads import torch_threads
 
 ADAM = AdamParams(learning_rate=5e-3)
 # Ranks of two buckets, some padded; different target modules share a slot.
@@ -32,10 +33,9 @@ TENANTS = {
 @pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """One thread, or as many as a test asks for; the number is part of what bit-for-bit promises are about."""
-    before, wanted = torch.get_num_threads(), getattr(request, "param", 1)
-    torch.set_num_threads(wanted)
-    yield wanted
-    torch.set_num_threads(before)
+    wanted = getattr(request, "param", 1)
+    with torch_threads(wanted):
+        yield wanted
 
 
 def half_step(trainer: Trainer, name: str, step: int, half: int) -> None:
