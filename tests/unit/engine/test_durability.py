@@ -75,6 +75,7 @@ def test_steps_drawn_ahead_are_not_drawn_again(tmp_path: Path, point: str, undis
     assert run(tmp_path, 1, point, OFF_POLICY) == -signal.SIGKILL
     assert run(tmp_path, 2, None, OFF_POLICY) == 0
     left, wanted = ending(tmp_path), undisturbed()
+    assert {name.partition("/")[0] for name in left.keys() - wanted.keys()} == {"00002"}
     assert {name: left.get(name) for name in wanted} == wanted
 
 
