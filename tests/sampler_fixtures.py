@@ -157,6 +157,6 @@ def core_processes(parent: int | None = None) -> list[psutil.Process]:
     return found
 
 
-def kill_core() -> None:
+def kill_core(by: signal.Signals = signal.SIGKILL) -> None:
     for process in core_processes():
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(by)

@@ -32,6 +32,8 @@ from clora_engine.types import Sample, SamplingParams
 T = TypeVar("T")
 
 DEATH_POLL_SECONDS = 0.2
+DIED = "vLLM's core died under the request; it is being restarted"
+SHUTTING_DOWN = "Server shutting down"  # all that vLLM says to a utility call after a SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +175,27 @@ class SamplerCore:
             raise UserError(f"vLLM refuses the request: {error}", field="sampling") from error
         assert final is not None
         assert final.finished
+        if final.outputs[0].finish_reason == "abort":  # of its own accord: it has been told to end, by a SIGTERM
+            raise await self._ending()
         self.samples += 1
         return _output(final)
 
     async def _on_all_ranks(self, method: str, *args: Any) -> list[Any]:
-        return await self._guard(self._llm.engine_core.call_utility_all_async(method, *args))
+        return await self._guard(self._utility(method, *args))
+
+    async def _utility(self, method: str, *args: Any) -> list[Any]:
+        try:
+            return list(await self._llm.engine_core.call_utility_all_async(method, *args))
+        except Exception as error:
+            if str(error) == SHUTTING_DOWN:
+                raise await self._ending() from error
+            raise
+
+    async def _ending(self) -> SamplerRestarted:
+        """The failure of a call that a core refuses or cuts short because it ends: neither the call's fault nor its
+        adapter's. There is nothing to try again before it is dead."""
+        await self.died()
+        return SamplerRestarted(DIED)
 
     async def _guard(self, call: Coroutine[Any, Any, T]) -> T:
         """Await `call`, but not beyond the core's death."""
@@ -186,10 +204,10 @@ class SamplerCore:
             either: set[asyncio.Future[Any]] = {task, self._death}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise SamplerRestarted("vLLM's core died under the request; it is being restarted")
+                raise SamplerRestarted(DIED)
             return task.result()
         except EngineDeadError as error:
-            raise SamplerRestarted("vLLM's core died under the request; it is being restarted") from error
+            raise SamplerRestarted(DIED) from error
         finally:
             if not task.done():
                 task.cancel()

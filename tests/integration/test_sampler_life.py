@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -35,7 +36,9 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=480, stop_token_ids=())
 PROMPT = prompt(0)
 
 
-async def test_a_killed_core_comes_back_with_all_live_versions(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_killed_core_comes_back_with_all_live_versions(model: Path, tmp_path: Path, by: signal.Signals) -> None:
+    """Told to end, vLLM returns what it has of each sample as if it were whole, and refuses to load adapters."""
     judge = Judge(model)
     async with running_sampler(sampler_config(model, tmp_path / "root", slots=4)) as sampler:
         old = await publish(sampler, Version("e", 0), seed=1)
@@ -45,13 +48,13 @@ async def test_a_killed_core_comes_back_with_all_live_versions(model: Path, tmp_
         pending = [asyncio.ensure_future(sampler.sample(leased, PROMPT, 2, ENDLESS)) for _ in range(3)]
         await until(lambda: sampler.stats().running == 6)
         shutil.rmtree(vanishing)
-        kill_core()
+        kill_core(by)
+        next_version = asyncio.ensure_future(publish(sampler, Version("e", 2), seed=4))
         for outcome in await asyncio.gather(*pending, return_exceptions=True):
             assert isinstance(outcome, SamplerRestarted)
         await until(lambda: not sampler.stats().up)
 
         # what comes meanwhile waits
-        next_version = asyncio.ensure_future(publish(sampler, Version("e", 2), seed=4))
         (base,) = await sampler.sample(None, PROMPT, 1, GREEDY)
 
         assert sampler.stats().generation == 2
