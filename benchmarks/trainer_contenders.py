@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 
-from clora_engine.trainer import Trainer
+from clora_engine.trainer import TOGETHER, Trainer
 from clora_engine.trainer_base import BaseModel
 from clora_engine.trainer_pass import Request
 from clora_engine.types import AdamParams, Completion, LoraConfig, Loss, Row
@@ -101,7 +101,7 @@ class Peft:
 
     def step(self, tokens: int) -> None:
         ids = torch.tensor([row.prompt + row.completions[0].ids for row in rows(tokens, 0)], device=self.model.device)
-        most = max(1, TOKENS_PER_MICROBATCH // ROW)
+        most = max(1, TOGETHER.get(self.model.device.type, TOKENS_PER_MICROBATCH) // ROW)
         for part in torch.split(ids, most):
             logits = self.model(input_ids=part).logits[:, PROMPT - 1 : -1].float()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, PROMPT:].flatten(), reduction="sum")

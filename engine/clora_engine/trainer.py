@@ -32,7 +32,7 @@ from clora_engine.trainer_adam import adam_step, check_adam
 from clora_engine.trainer_base import BaseModel
 from clora_engine.trainer_lora import Live
 from clora_engine.trainer_memory import is_out_of_memory
-from clora_engine.trainer_packing import check_loss, check_rows, longest, micro_batches, plain_tokens
+from clora_engine.trainer_packing import MicroBatch, check_loss, check_rows, longest, micro_batches, plain_tokens
 from clora_engine.trainer_pass import Request, Totals, accumulate, add_up
 from clora_engine.trainer_ranks import Ranks
 from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
@@ -40,6 +40,10 @@ from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, L
 log = logging.getLogger("clora.trainer")
 
 T = TypeVar("T")
+
+TOGETHER = {"cpu": 1024}
+"""Positions by device type, beyond which a pass is not faster: on a CPU it is slower, for activations leave the caches.
+A GPU is faster with all that fits."""
 
 
 class Trainer:
@@ -71,6 +75,7 @@ class Trainer:
         self.max_rank = max_rank
         self.tokens_per_microbatch = tokens_per_microbatch
         self._share = share
+        self._together = TOGETHER.get(base.device.type)
         self._layouts: dict[tuple[tuple[ModuleShape, ...], int], Layout] = {}
         self.store = AdapterStore(
             device=base.device,
@@ -227,7 +232,7 @@ class Trainer:
         found: list[tuple[int, int, list[float]]] = []  # row, completion, its log-probs
         with self.ranks.together(), self._base.passes(), torch.no_grad():
             self._activate([adapter])
-            for batch in micro_batches([rows], budget, share=self._share, deal_to=self.ranks.deal):
+            for batch in self._micro_batches([rows], budget):
                 everything = torch.arange(len(batch.target_T))
                 logprobs = self._base.logprobs(batch, everything, temperature)[0].tolist()
                 for part in batch.parts:
@@ -288,6 +293,18 @@ class Trainer:
             return error
         return None
 
+    def _micro_batches(
+        self, calls: Sequence[Sequence[Row]], budget: int, *, trained_only: bool = False
+    ) -> list[MicroBatch]:
+        return micro_batches(
+            calls,
+            budget,
+            trained_only=trained_only,
+            share=self._share,
+            together=self._together,
+            deal_to=self.ranks.deal,
+        )
+
     def _alone(self, request: Request, then: str | None) -> ForwardBackwardResult:
         """One call by itself."""
         smallest = longest(request.rows, trained_only=True)
@@ -318,9 +335,7 @@ class Trainer:
         """All calls in the same micro-batches; when it raises, every gradient is as before."""
         started = time.perf_counter()
         with self.ranks.together():
-            batches = micro_batches(
-                [r.rows for r in requests], budget, trained_only=True, share=self._share, deal_to=self.ranks.deal
-            )
+            batches = self._micro_batches([r.rows for r in requests], budget, trained_only=True)
             before = {r.adapter: self._gradient(r.adapter) for r in requests}
             slots = self._activate([r.adapter for r in requests])
         try:

@@ -97,6 +97,7 @@ def micro_batches(
     *,
     trained_only: bool = False,
     share: bool = True,
+    together: int | None = None,
     deal_to: Deal = ALONE,
 ) -> list[MicroBatch]:
     """Cuts the checked rows of some calls into micro-batches of at most `tokens_per_microbatch` positions, padding
@@ -104,14 +105,16 @@ def micro_batches(
     memory runs out at once or not at all. Deterministic in `calls`.
 
     trained_only: leaves out completions without any weight. share: without it every completion is a row of its own.
-    deal_to: which rank's part of them.
+    together: positions from which on rows are not put together any more, where that is less; longer ones are not cut
+    for it. deal_to: which rank's part of them.
     """
     pieces = [
         piece
         for call, rows in enumerate(calls)
         for piece in pieces_of(call, rows, tokens_per_microbatch, trained_only=trained_only, share=share)
     ]
-    hands = [group(hand, tokens_per_microbatch) for hand in deal(pieces, deal_to.ranks)]
+    most = tokens_per_microbatch if together is None else min(together, tokens_per_microbatch)
+    hands = [group(hand, most) for hand in deal(pieces, deal_to.ranks)]
     batches = [_assemble(sorted(batch, key=lambda piece: piece.call)) for batch in hands[deal_to.rank]]
     if deal_to.in_step:
         batches += [EMPTY] * (max(map(len, hands)) - len(batches))

@@ -75,6 +75,13 @@ def test_a_row_over_the_budget_is_cut_between_completions() -> None:
     assert [batch.ids_BL.shape for batch in micro_batches([[row]], 2)] == [(1, 7)] * 3
 
 
+def test_rows_are_put_together_up_to_a_size_for_which_none_is_cut() -> None:
+    rows = [Row(prompt=[n, 2, 3], completions=[completion([7] * 4)]) for n in (1, 2, 3)]
+    rows.append(Row(prompt=[4, 2, 3], completions=[completion([n] * 12) for n in (4, 5)]))
+    for together, shapes in ((14, [(1, 27), (2, 7), (1, 7)]), (1, [(1, 27), *[(1, 7)] * 3]), (99, [(1, 27), (3, 7)])):
+        assert [batch.ids_BL.shape for batch in micro_batches([rows], 30, together=together)] == shapes
+
+
 def test_only_trained_tokens_are_selected_and_twins_keep_their_own_values() -> None:
     first, second = completion([3, 4, 5], [1.0, 0.0, 0.5]), completion([3, 4, 5], [0.0, 0.0, 2.0])
     rows = [Row(prompt=[1], completions=[first, second])]
