@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         serve_parser.error(str(error))
 
+    from clora_engine import last_words
     from clora_engine.engine import serve
     from clora_engine.errors import EngineError
 
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         return asyncio.run(serve(config))
     except (EngineError, ValueError) as error:
         print(f"clora-engine: {error}", file=sys.stderr)
+        last_words.tell(str(error))
         return 1
 
 

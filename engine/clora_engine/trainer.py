@@ -7,6 +7,8 @@ one pass with others they are the same up to the rounding of sums: a matrix prod
 order. What the others are given, and even that it is not a number, changes nothing.
 
 A call that fails (a bad batch, memory that ran out) leaves the adapter as it was before the call, and all others too.
+A device that fails (trainer_device.py) leaves nothing that could be relied on: that error is raised from any call, and
+this trainer is over.
 
 With several devices there is a trainer on each (trainer_ranks.py), and all of them are given the same calls. Each holds
 the base model and every adapter; a call's micro-batches are dealt out over them, the gradient is summed in optim_step.
@@ -30,6 +32,7 @@ from clora_engine.lora import Layout, ModuleShape, initialise, match_targets, ra
 from clora_engine.store import AdapterStore, Slot
 from clora_engine.trainer_adam import adam_step, check_adam
 from clora_engine.trainer_base import BaseModel
+from clora_engine.trainer_device import is_device_failure
 from clora_engine.trainer_lora import Live
 from clora_engine.trainer_memory import is_out_of_memory
 from clora_engine.trainer_packing import MicroBatch, check_loss, check_rows, longest, micro_batches, plain_tokens
@@ -204,6 +207,8 @@ class Trainer:
             try:
                 results = self._run([requests[n] for n in good], self.tokens_per_microbatch, then)
             except Exception as error:
+                if is_device_failure(error):
+                    raise
                 log.info("a pass of %d adapters failed and is made one by one: %s", len(good), error)
             else:
                 for n, result in zip(good, results, strict=True):
@@ -216,6 +221,8 @@ class Trainer:
             try:
                 outcomes[n] = self._alone(requests[n], then)
             except Exception as error:
+                if is_device_failure(error):
+                    raise
                 outcomes[n] = error
         return [outcome for outcome in outcomes if outcome is not None]
 

@@ -4,7 +4,8 @@ Commands are queued here and sent one at a time, so that a deleted adapter's que
 calls keep the order in which they were made; those that are no pass through the model go before the passes of others.
 When the turn comes to a forward_backward that is small enough to gain by it, those of other adapters that are waiting
 too join it in one pass; nothing ever waits for others to come. A large call is cut into pieces between which the calls
-of others come in, so that no step of any size holds the trainer. When the process dies, every pending and later call
+of others come in, so that no step of any size holds the trainer; it has its place in the queue at once, and is sent
+when it has become bytes, in threads (trainer_wire.py). When the process dies, every pending and later call
 raises TrainerDied and `died` is set: the owner ends the epoch; nothing is restarted here.
 
 A caller that is cancelled while its command runs does not undo it: a forward_backward still adds its gradient. Such a
@@ -21,8 +22,9 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,27 +33,33 @@ import msgspec
 from clora_engine import trainer_protocol as protocol
 from clora_engine.busy_clock import BusyClock
 from clora_engine.config import SLEEPING_THREADS
-from clora_engine.errors import EngineError, TrainerDied, UserError
+from clora_engine.errors import EngineError, TrainerDied
 from clora_engine.trainer_cut import cut, joined_logprobs, joined_results, trained
+from clora_engine.trainer_wire import apart, decoded_logprobs, encoded, tokens_of
 from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
 
 log = logging.getLogger("clora.trainer")
 
 T = TypeVar("T")
 CLOSE_SECONDS = 10.0
+_MEANING = {
+    protocol.EXIT_RANK_LOST: " (it lost one of its processes; its log says how)",
+    protocol.EXIT_DEVICE_FAILED: " (its device has failed)",
+}
 PASSES_PER_CALL = 16  # micro-batches after which another adapter's turn comes: seconds, and many to one swap
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """`bodies`: the pieces to be sent, one after the other; `answers`: to those that were. `tokens`: of a
-    forward_backward, about as many positions as it computes; 0 for every other command."""
+    """`bodies`: the pieces to be sent, one after the other, once it is `ready`; `answers`: to those that were.
+    `tokens`: of a forward_backward, about as many positions as it computes; 0 for every other command."""
 
     adapter: str | None
     kind: type
-    bodies: deque[bytes]
     future: asyncio.Future[list[bytes]]
     tokens: int = 0
+    bodies: deque[bytes] = field(default_factory=deque)
+    ready: bool = False
     answers: list[bytes] = field(default_factory=list)
 
     @property
@@ -82,6 +90,7 @@ class TrainerClient:
         self._queue: deque[_Call] = deque()
         self._current: list[_Call] = []
         self._half: set[str | None] = set()  # adapters that have the gradient of half a call
+        self._last_words = ""  # of the process
         self._tokens_per_pass = 0
         self._wake = asyncio.Event()
         self._closing = False
@@ -174,15 +183,26 @@ class TrainerClient:
         return await self._call(adapter, command, AdapterInfo)
 
     async def forward_backward(self, adapter: str, rows: list[Row], loss: Loss) -> ForwardBackwardResult:
-        tokens = sum(len(row.prompt) + sum(len(one.ids) for one in row.completions) for row in rows)
-        pieces = trained(cut(rows, self._tokens_per_call))
-        commands = [protocol.ForwardBackward(adapter, piece, loss) for piece in pieces]
-        results = await self._calls(adapter, commands, ForwardBackwardResult, tokens=max(tokens, 1))
-        return results[0] if len(results) == 1 else joined_results(pieces, results)
+        tokens = tokens_of(rows)
+        pieces: list[list[Row]] = []
+
+        def commands() -> list[protocol.ForwardBackward]:
+            pieces.extend(trained(cut(rows, self._tokens_per_call)))
+            return [protocol.ForwardBackward(adapter, piece, loss) for piece in pieces]
+
+        bodies = await self._calls(adapter, protocol.ForwardBackward, commands, tokens)
+        results = [msgspec.msgpack.decode(body, type=ForwardBackwardResult) for body in bodies]
+        return (
+            results[0] if len(results) == 1 else await apart(adapter, tokens, lambda: joined_results(pieces, results))
+        )
 
     async def forward(self, adapter: str, rows: list[Row], *, temperature: float = 1.0) -> list[list[list[float]]]:
-        commands = [protocol.Forward(adapter, piece, temperature) for piece in cut(rows, self._tokens_per_call)]
-        return joined_logprobs(rows, await self._calls(adapter, commands, list[list[list[float]]]))
+        def commands() -> list[protocol.Forward]:
+            return [protocol.Forward(adapter, piece, temperature) for piece in cut(rows, self._tokens_per_call)]
+
+        tokens = tokens_of(rows)
+        bodies = await self._calls(adapter, protocol.Forward, commands, tokens)
+        return await apart(adapter, tokens, lambda: joined_logprobs(rows, [decoded_logprobs(body) for body in bodies]))
 
     async def optim_step(self, adapter: str, adam: AdamParams) -> OptimResult:
         return await self._call(adapter, protocol.OptimStep(adapter, adam), OptimResult)
@@ -221,43 +241,52 @@ class TrainerClient:
         return PASSES_PER_CALL * self._tokens_per_pass
 
     async def _call(self, adapter: str | None, command: protocol.Command, answer: type[T]) -> T:
-        return (await self._calls(adapter, [command], answer))[0]
+        (body,) = await self._calls(adapter, type(command), lambda: [command], 0)
+        return msgspec.msgpack.decode(body, type=answer)
 
     async def _calls(
         self,
         adapter: str | None,
-        commands: Sequence[protocol.Command | protocol.ForwardBackward],
-        answer: type[T],
-        tokens: int = 0,
-    ) -> list[T]:
-        """The answers to commands of one kind, between which other adapters' may come, and none of this adapter's."""
+        kind: type,
+        commands: Callable[[], Sequence[protocol.Command | protocol.ForwardBackward]],
+        tokens: int,
+    ) -> list[bytes]:
+        """The answers to the commands, all of one kind, that `commands` makes of so many tokens. Between them other
+        adapters' may come, and none of this adapter's."""
         if self.death is not None or self._closing:
             raise TrainerDied(str(self.death or "the trainer was closed"))
-        bodies = deque(msgspec.msgpack.encode(command) for command in commands)
-        if (largest := max(map(len, bodies))) > protocol.MAX_FRAME_BYTES // 2:
-            raise UserError(f"the batch takes {largest} bytes, too many for one call; split it", field="rows")
-        call = _Call(adapter, type(commands[0]), bodies, asyncio.get_running_loop().create_future(), tokens)
+        positions = max(tokens, 1) if kind is protocol.ForwardBackward else 0
+        call = _Call(adapter, kind, asyncio.get_running_loop().create_future(), positions)
         self._queue.append(call)
+        try:
+            for command in await apart(adapter, tokens, commands):
+                if not call.future.done():  # deleted, or the process has died
+                    call.bodies.append(await apart(adapter, tokens, partial(encoded, command)))
+        except BaseException:
+            if not call.future.cancel():
+                call.future.exception()  # told to nobody: this one is
+            self._wake.set()
+            raise
+        call.ready = True
         self._wake.set()
-        return [msgspec.msgpack.decode(one, type=answer) for one in await call.future]
+        return await call.future
 
     async def _run(self) -> None:
         """Sends queued calls one by one until the process is gone; then fails all that are left."""
         lost = asyncio.create_task(self._process.wait())
         try:
             while not lost.done():
-                while self._queue and not lost.done():
-                    self._current = self._take()
-                    if self._current:
-                        with self.busy:
-                            await self._exchange(self._current)
-                        self._current = []
-                        await asyncio.sleep(0)  # whoever was answered asks for its next thing first
+                while not lost.done() and (taken := self._take()):
+                    self._current = taken
+                    with self.busy:
+                        await self._exchange(taken)
+                    self._current = []
+                    await asyncio.sleep(0)  # whoever was answered asks for its next thing first
                 self._wake.clear()
                 waiting = asyncio.create_task(self._wake.wait())
                 await asyncio.wait((waiting, lost), return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, EOFError):
             pass  # the stream ended: so did, or soon will, the process
         except Exception:
             log.exception("the trainer's answer could not be read; the process is ended")
@@ -273,7 +302,7 @@ class TrainerClient:
         if tokens:
             for call in waiting:
                 fits = tokens + call.tokens <= self._tokens_per_pass and len(taken) < self.info.slots
-                small = all(0 < one.tokens < self.info.join_below for one in (taken[0], call))
+                small = call.ready and all(0 < one.tokens < self.info.join_below for one in (taken[0], call))
                 if small and fits and call.adapter not in passed and call is not taken[0]:
                     taken.append(call)
                     tokens += call.tokens
@@ -304,6 +333,9 @@ class TrainerClient:
         await self._writer.drain()
         (length,) = protocol.LENGTH.unpack(await self._reader.readexactly(protocol.LENGTH.size))
         reply = msgspec.msgpack.decode(await self._reader.readexactly(length), type=protocol.Reply)
+        if reply.failure is not None and reply.failure.kind == TrainerDied.__name__:
+            self._last_words = reply.failure.message
+            raise EOFError
         replies = [reply] * len(calls)
         if calls[0].tokens and reply.failure is None:
             replies = msgspec.msgpack.decode(reply.result, type=list[protocol.Reply])
@@ -326,8 +358,10 @@ class TrainerClient:
             self._queue = deque([*(one for one in self._queue if one not in own), call, *own])
 
     def _end(self, code: int) -> None:
-        how = f"by signal {-code}" if code < 0 else f"with status {code}"
-        self.death = TrainerDied("the trainer was closed" if self._closing else f"the trainer process ended {how}")
+        how = f"by signal {-code}" if code < 0 else f"with status {code}{_MEANING.get(code, '')}"
+        words = f": {self._last_words}" if self._last_words else ""
+        ended = f"the trainer process ended {how}{words}"
+        self.death = TrainerDied("the trainer was closed" if self._closing else ended)
         for call in (*self._current, *self._queue):
             if not call.future.done():
                 call.future.set_exception(TrainerDied(str(self.death)))
@@ -338,15 +372,18 @@ class TrainerClient:
 
 
 def _next(waiting: list[_Call]) -> list[_Call]:
-    """The call whose turn it is, none if none waits: the first quick one with no other of its adapter before it, else
-    the oldest. An optimizer step, or an export, that waited for the passes of others would hold up its whole experiment
-    and drive all of them into lock-step."""
+    """The call whose turn it is, none if none is ready: of those with no other of their adapter before them the first
+    quick one, else the oldest. An optimizer step, or an export, that waited for the passes of others would hold up its
+    whole experiment and drive all of them into lock-step."""
     passed = set[str | None]()
+    first: list[_Call] = []
     for call in waiting:
-        if call.quick and call.adapter not in passed:
-            return [call]
+        if call.ready and call.adapter not in passed:
+            if call.quick:
+                return [call]
+            first = first or [call]
         passed.add(call.adapter)
-    return waiting[:1]
+    return first
 
 
 def _environment(device: str, threads: int, processes: int) -> dict[str, str]:

@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from clora_engine import trainer_protocol as protocol
-from clora_engine.trainer_ranks import EXIT_RANK_LOST, forget
+from clora_engine.trainer_protocol import EXIT_DEVICE_FAILED, EXIT_RANK_LOST
+from clora_engine.trainer_ranks import forget
 
 log = logging.getLogger("clora.trainer")
+
+END_SECONDS = 2.0  # for a process whose socket is closed to be gone
 
 
 class Followers:
@@ -43,7 +46,7 @@ class Followers:
             with theirs:
                 self._processes.append(self._start(rank, size, threads, theirs))
             self._sockets.append(ours)
-        when_closed(self._sockets, self._follower_lost)
+        when_closed(self._sockets, self.lost)
 
     def _start(self, rank: int, size: int, threads: int, connection: socket.socket) -> subprocess.Popen[bytes]:
         fd = str(connection.fileno())
@@ -64,7 +67,7 @@ class Followers:
                 connection.sendall(protocol.header(body))
                 connection.sendall(body)
         except OSError:
-            self._follower_lost()
+            self.lost()
 
     def confirm(self, failed: bool) -> None:
         """Waits until every follower has carried the command out as rank 0 did. One that did not is no copy of rank 0
@@ -75,9 +78,9 @@ class Followers:
             except OSError:
                 answer = b""
             if not answer:
-                self._follower_lost()
+                self.lost()
             if answer != confirmation(failed):
-                self._give_up(f"rank {rank} did not fare as rank 0 did with a command")
+                self._give_up(f"rank {rank} did not fare as rank 0 did with a command", EXIT_RANK_LOST)
 
     def end(self) -> None:
         """Ends the followers, and waits until they are gone."""
@@ -88,15 +91,28 @@ class Followers:
             process.wait()
         forget(self.rendezvous)
 
-    def _follower_lost(self) -> NoReturn:
-        self._give_up("a rank of the trainer ended")
+    def lost(self) -> NoReturn:
+        """A rank has ended, or does not come to where it is waited for: the process ends too, as that rank did."""
+        if EXIT_DEVICE_FAILED in self._first_ends():
+            self._give_up("the device of a rank failed", EXIT_DEVICE_FAILED)
+        self._give_up("a rank of the trainer ended", EXIT_RANK_LOST)
 
-    def _give_up(self, why: str) -> NoReturn:
+    def _first_ends(self) -> set[int]:
+        """The exit codes of those that have ended. A rank whose collective fails may hear of the end of another before
+        that process is gone: for some moments one is waited for."""
+        deadline = time.monotonic() + END_SECONDS
+        while not (found := {code for one in self._processes if (code := one.poll()) is not None}):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        return found
+
+    def _give_up(self, why: str, code: int) -> NoReturn:
         while self._ending:  # another thread is at it
             time.sleep(1)
         log.critical("%s: the trainer ends", why)
         self.end()
-        os._exit(EXIT_RANK_LOST)
+        os._exit(code)
 
 
 def confirmation(failed: bool) -> bytes:

@@ -1,8 +1,8 @@
 """The trainer as a process of its own: python -m clora_engine.trainer_process --fd N --threads T --processes P.
 
 It serves the engine that started it over an inherited socket, one command at a time; a command may hold the calls of
-several adapters, which are then computed together. A tenant's error is an answer;
-only a broken socket or a dead parent ends the process. Logs go to standard error, never to the socket. With several
+several adapters, which are then computed together. A tenant's error is an answer; a broken socket, a dead parent, or a
+device that fails (trainer_device.py) ends the process. Logs go to standard error, never to the socket. With several
 devices this is rank 0, which starts a process for each of the others (trainer_followers.py).
 
 Left out: restarting. When the trainer dies the engine's epoch ends.
@@ -11,6 +11,7 @@ Left out: restarting. When the trainer dies the engine's epoch ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import logging
 import os
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -31,6 +32,7 @@ from clora_engine.errors import CheckpointError, EngineError, UserError
 from clora_engine.trainer import Trainer
 from clora_engine.trainer_base import DTYPES, check_checkpoint, load_base
 from clora_engine.trainer_cost import Choice, choose
+from clora_engine.trainer_device import first_line, is_device_failure
 from clora_engine.trainer_followers import Followers, confirmation, when_closed
 from clora_engine.trainer_memory import MemoryPlan, device_free, host_memory
 from clora_engine.trainer_pass import Request
@@ -83,17 +85,24 @@ class TrainerServer:
         try:
             command = self._decoder.decode(body)
             return protocol.Reply(result=msgspec.Raw(self._encoder.encode(self._execute(command))))
-        except OSError as error:  # a full disk, say
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            named = CheckpointError(
-                f"{error.filename}: {error.strerror}", reason="StorageFull" if full else "StorageFailed"
-            )
-            return protocol.Reply(failure=protocol.failure_of(named))
-        except EngineError as error:
-            return protocol.Reply(failure=protocol.failure_of(error))
         except Exception as error:
-            log.exception("a command failed by a bug")
-            return protocol.Reply(failure=protocol.failure_of(error))
+            if is_device_failure(error):
+                self._end_by(error)
+            return _failed(error)
+
+    def _end_by(self, error: Exception) -> NoReturn:
+        """Ends the process, whose device has failed, and with it all ranks; rank 0 says why."""
+        log.critical("the device of rank %d has failed, and the trainer ends", self._rank, exc_info=error)
+        if self._rank == 0:
+            words = protocol.Failure("TrainerDied", first_line(error), "DeviceFailed", None)
+            reply = self._encoder.encode(protocol.Reply(failure=words))
+            with contextlib.suppress(OSError):
+                self._connection.sendall(protocol.header(reply) + reply)
+        if self._followers is not None:
+            self._followers.end()
+        forget(self._rendezvous)
+        logging.shutdown()
+        os._exit(protocol.EXIT_DEVICE_FAILED)  # nothing is left to be released in order: that asks the device again
 
     def _execute(self, command: protocol.Command) -> Any:
         if isinstance(command, protocol.Start):
@@ -136,9 +145,7 @@ class TrainerServer:
             if not isinstance(outcome, Exception):
                 replies.append(protocol.Reply(result=msgspec.Raw(self._encoder.encode(outcome))))
             else:
-                if not isinstance(outcome, EngineError):
-                    log.error("a command failed by a bug", exc_info=outcome)
-                replies.append(protocol.Reply(failure=protocol.failure_of(outcome)))
+                replies.append(_failed(outcome))
         return replies
 
     def _request(self, call: msgspec.Raw) -> Request | UserError:
@@ -152,7 +159,14 @@ class TrainerServer:
     def _start(self, command: protocol.Start) -> protocol.StartInfo:
         started = time.perf_counter()
         device = self._device(command)
-        ranks = Ranks.join(self._rank, self._processes, self._rendezvous, device, in_step=command.shard_base)
+        ranks = Ranks.join(
+            self._rank,
+            self._processes,
+            self._rendezvous,
+            device,
+            in_step=command.shard_base,
+            on_lost=None if self._followers is None else self._followers.lost,
+        )
         with ranks.together():
             most = self._plan(command, device)
         with ranks.together():
@@ -237,6 +251,17 @@ class TrainerServer:
                 return None
             view = view[received:]
         return data
+
+
+def _failed(error: Exception) -> protocol.Reply:
+    """One command's error as its answer."""
+    if isinstance(error, OSError):  # a full disk, say
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "StorageFull" if full else "StorageFailed"
+        error = CheckpointError(f"{error.filename}: {error.strerror}", reason=reason)
+    elif not isinstance(error, EngineError):
+        log.error("a command failed by a bug", exc_info=error)
+    return protocol.Reply(failure=protocol.failure_of(error))
 
 
 def exit_with_parent(connection: socket.socket, clean_up: Callable[[], None]) -> None:

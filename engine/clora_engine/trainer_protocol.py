@@ -12,11 +12,14 @@ from typing import Literal
 
 import msgspec
 
-from clora_engine.errors import CapacityError, CheckpointError, EngineError, TransientError, UserError
+from clora_engine.errors import CapacityError, CheckpointError, EngineError, TrainerDied, TransientError, UserError
 from clora_engine.types import AdamParams, LoraConfig, Loss, Row
 
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = (1 << 32) - 1
+# How a trainer's process ends when it was not told to.
+EXIT_RANK_LOST = 4
+EXIT_DEVICE_FAILED = 5
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -125,9 +128,10 @@ Command = Start | Create | Load | Joined | Forward | OptimStep | Save | Export |
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error of one command, to be raised again on the engine's side."""
+    """An error of one command, to be raised again on the engine's side. TrainerDied: the process's last words, and no
+    answer to anybody's command."""
 
-    kind: Literal["EngineError", "UserError", "CapacityError", "TransientError", "CheckpointError"]
+    kind: Literal["EngineError", "UserError", "CapacityError", "TransientError", "CheckpointError", "TrainerDied"]
     message: str
     reason: str
     field: str | None
@@ -141,7 +145,8 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 _KINDS: dict[str, type[EngineError]] = {
-    kind.__name__: kind for kind in (EngineError, UserError, CapacityError, TransientError, CheckpointError)
+    kind.__name__: kind
+    for kind in (EngineError, UserError, CapacityError, TransientError, CheckpointError, TrainerDied)
 }
 
 

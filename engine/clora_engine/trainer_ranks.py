@@ -6,7 +6,8 @@ optimizer step, and whether work succeeded. Work that can fail (a full disk, mem
 `together`, before anything is changed for good: it succeeds on all ranks or raises on all of them. So clipping, AdamW
 and every decision of the AdapterStore are the same on all ranks, bit for bit.
 
-A collective that fails means that a rank is gone. There is no going on from that: the process ends.
+A collective that fails means that a rank is gone. There is no going on from that: the process ends. Nor is there from
+a device that has failed (trainer_device.py): that rank ends, tells nobody, and with it all do.
 
 Left out: more than one machine, and sharing out the adapters' state (it is small beside the base model).
 """
@@ -28,14 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from clora_engine.trainer_device import is_device_failure
 from clora_engine.trainer_memory import is_out_of_memory
 from clora_engine.trainer_packing import Deal
-from clora_engine.trainer_protocol import Failure, error_of, failure_of
+from clora_engine.trainer_protocol import EXIT_RANK_LOST, Failure, error_of, failure_of
 
 log = logging.getLogger("clora.trainer")
 
 T = TypeVar("T")
-EXIT_RANK_LOST = 4
 # Ranks wait for each other as long as the slowest takes for a share, or rank 0 to write a commit to a slow volume.
 TIMEOUT = timedelta(minutes=30)
 # At the start, for the slowest to have loaded torch: what keeps a rank from coming at all must not cost TIMEOUT.
@@ -61,16 +62,32 @@ class Ranks:
     """This process's place among the ranks. Not thread-safe. `Ranks()` is a trainer of one process, where nothing is
     exchanged and every method does what it says at no cost.
 
-    in_step: the base model is sharded, so that ranks must run as many passes as each other (trainer_shard.py).
+    in_step: the base model is sharded, so that ranks must run as many passes as each other (trainer_shard.py). on_lost:
+    ends the process in its own way once a collective has failed; it need not return.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, *, in_step: bool = False, rendezvous: Path | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        in_step: bool = False,
+        rendezvous: Path | None = None,
+        on_lost: Callable[[], object] | None = None,
+    ) -> None:
         self.rank, self.size, self.in_step = rank, size, in_step
-        self._rendezvous = rendezvous
+        self._rendezvous, self._on_lost = rendezvous, on_lost
 
     @classmethod
     def join(
-        cls, rank: int, size: int, rendezvous: Path | None, device: torch.device, *, in_step: bool = False
+        cls,
+        rank: int,
+        size: int,
+        rendezvous: Path | None,
+        device: torch.device,
+        *,
+        in_step: bool = False,
+        on_lost: Callable[[], object] | None = None,
     ) -> Ranks:
         """Meets the others; returns when all have come, on their devices. rendezvous: a file that does not exist yet,
         in a folder of the trainer's own, the same for all ranks. device: this rank's; gradients go by NCCL between
@@ -81,7 +98,7 @@ class Ranks:
                 torch.cuda.set_device(device)
             return cls()
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        ranks = cls(rank, size, in_step=in_step, rendezvous=rendezvous)
+        ranks = cls(rank, size, in_step=in_step, rendezvous=rendezvous, on_lost=on_lost)
         ranks._collective(lambda: ranks._meet(device))
         ranks.check()
         return ranks
@@ -118,6 +135,8 @@ class Ranks:
         try:
             yield
         except Exception as raised:
+            if is_device_failure(raised):
+                raise
             error = raised
         try:
             if isinstance(error, FailedElsewhere) or self._anybody(error is not None):
@@ -179,6 +198,8 @@ class Ranks:
 
     def _lost(self, error: Exception) -> NoReturn:
         log.critical("rank %d has lost the others and ends: %s", self.rank, error)
+        if self._on_lost is not None:
+            self._on_lost()
         forget(self._rendezvous)
         logging.shutdown()
         os._exit(EXIT_RANK_LOST)

@@ -76,4 +76,5 @@ def _last_end(container: Mapping[str, Any]) -> str:
     ended = (container.get("lastState") or {}).get("terminated")
     if not ended:
         return ""
-    return f" (last ended with exit code {ended.get('exitCode')}, {ended.get('reason', 'no reason given')})"
+    said = f": {ended['message'].strip()}" if ended.get("message") else ""
+    return f" (last ended with exit code {ended.get('exitCode')}, {ended.get('reason', 'no reason given')}{said})"

@@ -67,6 +67,15 @@ def waiting(reason: str, message: str = "", ended: dict[str, Any] | None = None)
             "PodFailing",
             "pod main-0, container engine: CrashLoopBackOff (last ended with exit code 2, Error): back-off 40s",
         ),
+        (
+            pod(
+                containers=[
+                    waiting("CrashLoopBackOff", ended={"exitCode": 3, "reason": "Error", "message": "a GPU failed\n"})
+                ]
+            ),
+            "PodFailing",
+            "pod main-0, container engine: CrashLoopBackOff (last ended with exit code 3, Error: a GPU failed)",
+        ),
     ],
 )
 def test_what_stands_in_a_pods_way_is_ready_s_reason(of: dict[str, Any], reason: str, message: str) -> None:
