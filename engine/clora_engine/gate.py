@@ -11,6 +11,7 @@ Left out: vLLM (sampler.py), and how long a sequence may keep its seat.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,12 +38,14 @@ class GateStats:
 
 @dataclass(eq=False, slots=True)
 class Seat:
-    """One sequence's place, from `Gate.enter` on. `rank` and `priority` are for vLLM."""
+    """One sequence's place, from `Gate.enter` on. `rank` and `priority` are for vLLM. serving: for a tenant."""
 
     rank: int
     ticket: Ticket
     since: float
     granted: asyncio.Future[None] = field(repr=False)
+    serving: bool = False
+    running: bool = False
 
     @property
     def priority(self) -> int:
@@ -51,7 +54,7 @@ class Seat:
 
 @dataclass(slots=True)
 class _Stall:
-    """Seconds during which a tenant had sequences waiting and none running."""
+    """Seconds during which a tenant had sequences waiting and none running, those of its served requests apart."""
 
     seconds: float = 0.0
     since: float | None = None
@@ -78,6 +81,8 @@ class Gate:
         self._now = now
         self._stalls: dict[str, _Stall] = {}
         self._ended: EngineError | None = None
+        self._waiting: Counter[str] = Counter()  # sequences by tenant, without served requests
+        self._running: Counter[str] = Counter()
         self._watches: dict[int, asyncio.TimerHandle] = {}  # by rank, while anything waits there
         self._granted_tokens = 0
         self._wait_seconds = 0.0
@@ -99,7 +104,8 @@ class Gate:
         self.dispatch()
 
     def seconds_waited(self, tenant: str) -> float:
-        """Seconds since it was registered in which it had sequences waiting here and none running."""
+        """Seconds since it was registered in which it had sequences waiting here and none running; served requests are
+        no sequences of its own."""
         stall = self._stalls.get(tenant)
         if stall is None:
             return 0.0
@@ -112,7 +118,9 @@ class Gate:
 
     # ------------------------------------------------------------------------------------------ sequences
 
-    def enter(self, tenant: str, rank: int, n: int, max_tokens: int, prompt_tokens: int) -> list[Seat]:
+    def enter(
+        self, tenant: str, rank: int, n: int, max_tokens: int, prompt_tokens: int, *, serving: bool = False
+    ) -> list[Seat]:
         """Queue n sequences. Every seat must be passed to `leave` in the end, whatever becomes of it.
 
         Raises CapacityError (SamplerQueueFull), or the error that the gate was closed with."""
@@ -120,8 +128,10 @@ class Gate:
             raise EngineError(str(self._ended), reason=self._ended.reason)
         loop = asyncio.get_running_loop()
         tickets = self._queues[rank].put(tenant, n, max_tokens, prompt_tokens)
-        seats = [Seat(rank, ticket, self._now(), loop.create_future()) for ticket in tickets]
+        seats = [Seat(rank, ticket, self._now(), loop.create_future(), serving) for ticket in tickets]
         self._seats.update(zip(tickets, seats, strict=True))
+        if not serving:
+            self._waiting[tenant] += n
         self._note(tenant)
         self.dispatch()
         self._watch(rank)
@@ -149,6 +159,8 @@ class Gate:
         self._queues[seat.rank].leave(seat.ticket, generated, prompt)
         self._granted_tokens += prompt + (generated or 0)
         seat.granted.cancel()
+        if not seat.serving:
+            _count_down(self._running if seat.running else self._waiting, seat.ticket.tenant)
         self._note(seat.ticket.tenant)
         self.dispatch()
 
@@ -171,6 +183,10 @@ class Gate:
                     continue
                 self._wait_seconds += self._now() - seat.since
                 seat.granted.set_result(None)
+                seat.running = True
+                if not seat.serving:
+                    _count_down(self._waiting, ticket.tenant)
+                    self._running[ticket.tenant] += 1
                 self._note(ticket.tenant)
 
     def close(self, error: EngineError) -> None:
@@ -213,13 +229,18 @@ class Gate:
         stall = self._stalls.get(tenant)
         if stall is None:
             return
-        waits = any(queue.waiting(tenant) for queue in self._queues)
-        stalled = waits and not any(queue.running(tenant) for queue in self._queues)
+        stalled = self._waiting[tenant] > 0 and not self._running[tenant]
         if stalled and stall.since is None:
             stall.since = self._now()
         elif not stalled and stall.since is not None:
             stall.seconds += self._now() - stall.since
             stall.since = None
+
+
+def _count_down(counts: Counter[str], tenant: str) -> None:
+    counts[tenant] -= 1
+    if not counts[tenant]:
+        del counts[tenant]
 
 
 def _give_up(seat: Seat, error: EngineError) -> None:

@@ -40,7 +40,7 @@ from clora_engine.versions import Entry
 from clora_engine.versions_root import empty_root, prepare_root
 from clora_engine.vllm_plugin.compat import check_vllm
 
-__all__ = ["Lease", "Sampler", "SamplerConfig", "SamplerStats", "VersionStats"]
+__all__ = ["Lease", "Sampler", "SamplerConfig", "SamplerStats", "Served", "VersionStats"]
 
 BASE_TENANT = "(base model)"
 """At the gate, who samples from the base model; no experiment's uid has brackets."""
@@ -50,9 +50,27 @@ TIMEOUT_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """What tenants' requests have got: how many, and their tokens as SamplerStats counts them."""
+
+    requests: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def after(self, outputs: Sequence[Output]) -> Served:
+        return Served(
+            self.requests + 1,
+            self.generated_tokens + sum(len(output.sample.ids) for output in outputs),
+            self.prompt_tokens + sum(output.prompt_tokens for output in outputs),
+            self.cached_tokens + sum(output.cached_tokens for output in outputs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplerStats:
-    """generation: lives of vLLM's core so far (0: never up). Token counts are totals since the sampler started;
-    cached_tokens are the part of prompt_tokens that the prefix cache saved."""
+    """generation: lives of vLLM's core so far (0: never up). Token counts are totals since the sampler started, served
+    requests included; cached_tokens are the part of prompt_tokens that the prefix cache saved. served: those alone."""
 
     generation: int
     up: bool
@@ -65,17 +83,20 @@ class SamplerStats:
     versions: tuple[VersionStats, ...]
     gate: GateStats
     busy_seconds: float  # in which vLLM had at least one sequence
+    served: Served
 
 
 class Lease:
     """A version held for one trajectory group, as a context manager or until `release`. `rank` is the data-parallel
-    rank of all its requests: later turns find the earlier ones in that rank's prefix cache."""
+    rank of all its requests: later turns find the earlier ones in that rank's prefix cache. serving: held for a
+    tenant's request, which is counted apart from what the experiment samples itself."""
 
-    def __init__(self, sampler: Sampler, entry: Entry, rank: int) -> None:
+    def __init__(self, sampler: Sampler, entry: Entry, rank: int, serving: bool) -> None:
         self._sampler = sampler
         self._entry: Entry | None = entry
         self.version = entry.version
         self.rank = rank
+        self.serving = serving
 
     def release(self) -> None:
         """Give the version back; a second call does nothing. Requests in flight still finish on it."""
@@ -118,6 +139,7 @@ class Sampler:
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
         self._prompts: Counter[str] = Counter()  # tokens, by experiment
         self._cached: Counter[str] = Counter()
+        self._served = Served()
         self._base: BaseShapes | None = None
         self._busy = BusyClock()
 
@@ -171,12 +193,12 @@ class Sampler:
         """`act` is called with each version that a new core could not load again: nobody can lease it any more."""
         self._versions.on_lost = act
 
-    def lease(self, experiment: str) -> Lease:
+    def lease(self, experiment: str, *, serving: bool = False) -> Lease:
         """Hold the experiment's latest version. Raises EngineError (NoVersion) when it has published none."""
         entry = self._versions.lease(experiment)
         rank = self._gate.emptiest(self._leases)  # a lease counts too: its first request may be yet to come
         self._leases[rank] += 1
-        return Lease(self, entry, rank)
+        return Lease(self, entry, rank, serving)
 
     def drop(self, experiment: str) -> None:
         """Retire all versions of an experiment and forget it at the gate; what is leased or sampled goes last."""
@@ -203,8 +225,9 @@ class Sampler:
         rank = lease.rank if lease else self._gate.emptiest(self._leases)
         tokens = min(params.max_tokens, self.config.max_model_len - len(prompt))
         entry = lease.held() if lease else None
+        serving = lease is not None and lease.serving
         with self._versions.in_flight(entry):
-            seats = self._gate.enter(tenant, rank, n, tokens, len(prompt))
+            seats = self._gate.enter(tenant, rank, n, tokens, len(prompt), serving=serving)
             try:
                 calls = [
                     self._one(seat, entry, prompt, params, seed)
@@ -218,7 +241,9 @@ class Sampler:
             self._generated_tokens += len(output.sample.ids)
             self._prompt_tokens += output.prompt_tokens
             self._cached_tokens += output.cached_tokens
-        if lease is not None:
+        if serving:
+            self._served = self._served.after(outputs)
+        elif lease is not None:
             self._prompts[tenant] += sum(output.prompt_tokens for output in outputs)
             self._cached[tenant] += sum(output.cached_tokens for output in outputs)
         return [output.sample for output in outputs]
@@ -253,12 +278,13 @@ class Sampler:
         self._gate.register(experiment, weight, remaining_tokens)
 
     def seconds_waited(self, experiment: str) -> float:
-        """Seconds since it was registered in which all that it sampled waited for others."""
+        """Seconds since it was registered in which all that it sampled waited for others, or for its own tenants'
+        requests."""
         return self._gate.seconds_waited(experiment)
 
     def prompt_tokens(self, experiment: str) -> tuple[int, int]:
         """Prompt tokens that the experiment has sampled after since the sampler started, each sample's counted, and
-        how many of them the prefix cache saved."""
+        how many of them the prefix cache saved; without those of tenants' requests."""
         return self._prompts[experiment], self._cached[experiment]
 
     def stats(self) -> SamplerStats:
@@ -275,6 +301,7 @@ class Sampler:
             versions=self._versions.stats(),
             gate=self._gate.stats(),
             busy_seconds=self._busy.seconds,
+            served=self._served,
         )
 
     # ------------------------------------------------------------------------------------------ inside

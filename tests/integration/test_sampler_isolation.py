@@ -46,10 +46,10 @@ class MixedUp(Sampler):
         self.mixed: list[Sample] = []
         self._swapped: list[Lease] = []
 
-    def lease(self, experiment: str) -> Lease:
+    def lease(self, experiment: str, *, serving: bool = False) -> Lease:
         live = {stats.version.experiment for stats in self.stats().versions if stats.state is State.LIVE}
         other = OTHER.get(experiment, experiment)
-        lease = super().lease(other if other in live else experiment)
+        lease = super().lease(other if other in live else experiment, serving=serving)
         if lease.version.experiment != experiment:
             self._swapped.append(lease)
         return lease

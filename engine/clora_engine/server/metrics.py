@@ -59,4 +59,18 @@ class EngineCollector(Collector):
             ("prompt", stats.prompt_tokens),
             ("cached_prompt", stats.cached_tokens),
         ):
-            yield CounterMetricFamily(f"clora_engine_sampler_{name}_tokens", f"Tokens: {name}.", value)
+            yield CounterMetricFamily(
+                f"clora_engine_sampler_{name}_tokens", f"Tokens: {name}, of training and serving.", value
+            )
+        served = stats.served
+        yield CounterMetricFamily(
+            "clora_engine_serving_requests", "Tenants' requests that were answered.", served.requests
+        )
+        for name, value in (
+            ("generated", served.generated_tokens),
+            ("prompt", served.prompt_tokens),
+            ("cached_prompt", served.cached_tokens),
+        ):
+            yield CounterMetricFamily(
+                f"clora_engine_serving_{name}_tokens", f"Tokens of tenants' requests alone: {name}.", value
+            )

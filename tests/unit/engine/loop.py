@@ -153,7 +153,7 @@ class WrittenSampler:
         shutil.rmtree(directory)
         self.published.append(version.step)
 
-    def lease(self, experiment: str) -> Lease:
+    def lease(self, experiment: str, *, serving: bool = False) -> Lease:
         return Lease(Version(experiment, self.published[-1]))
 
     async def sample(self, lease: Lease, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[Sample]:

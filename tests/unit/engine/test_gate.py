@@ -174,6 +174,28 @@ async def test_seconds_count_in_which_a_tenant_waits_and_nothing_of_it_runs() ->
     assert world.gate.stats().granted_tokens == 13
 
 
+async def test_served_requests_neither_wait_nor_run_for_training() -> None:
+    world = World(seats=1)
+    for tenant in "ab":
+        world.gate.register(tenant, 100, None)
+    (other,) = world.enter("b", 1)
+    served = world.gate.enter("a", 0, 1, 10, 0, serving=True)
+    world.seconds = 5.0
+    assert world.gate.seconds_waited("a") == 0.0, "a tenant's request waits, and no step does"
+    own = world.enter("a", 1)
+    world.gate.leave(other)
+    assert world.has_seat([*served, *own]) == [True, False]
+    world.seconds = 8.0
+    assert world.gate.seconds_waited("a") == 3.0, "a tenant's request runs, and the step waits still"
+    world.gate.leave(served[0])
+    assert world.has_seat(own) == [True]
+    world.seconds = 9.0
+    assert world.gate.seconds_waited("a") == 3.0
+    world.gate.leave(own[0])
+    assert not world.gate._waiting
+    assert not world.gate._running
+
+
 async def test_nothing_stays_of_a_tenant_that_left() -> None:
     world = World(ranks=2)
     world.gate.register("a", 100, 1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from clora_api.control import DesiredExperiment, ExperimentReport, Phase, RunMod
 from clora_engine.config import EngineConfig
 from clora_engine.errors import CapacityError, CheckpointError, EngineError, UserError
 from clora_engine.sampler import Sampler
-from clora_engine.serving import MAX_SEQUENCES, ServedAdapter, ServedAdapters
+from clora_engine.serving import MAX_REQUESTS, MAX_SEQUENCES, ServedAdapter, ServedAdapters
 from clora_engine.supervisor import Supervisor
 from clora_engine.training import Services
 from clora_engine.types import Sample, SamplingParams, Version
@@ -54,6 +55,72 @@ def test_a_new_token_ends_the_old_one_and_the_same_changes_nothing() -> None:
     assert served.find(OTHER) is not None
 
 
+async def test_a_new_token_gives_nobody_anything_new() -> None:
+    """Whoever has the token can have it rotated, and a tenant may turn its serving off and on."""
+    sampler, served = SlowSampler(), ServedAdapters(versions=1)
+
+    def under(token: str, n: int = MAX_SEQUENCES) -> asyncio.Task[Any]:
+        found = served.find(token)
+        assert found is not None
+        return asyncio.create_task(found.sample(cast(Sampler, sampler), [1], n, PARAMS))
+
+    served.admit("a", "one", TOKEN)
+    first = under(TOKEN)
+    await asyncio.sleep(0)
+    served.admit("a", "one", OTHER)
+    with pytest.raises(CapacityError, match="sequences"):
+        await under(OTHER)
+    served.withdraw("a")
+    assert served.find(OTHER) is None
+    served.admit("a", "one", TOKEN)
+    with pytest.raises(CapacityError, match="sequences"):
+        await under(TOKEN)
+    sampler.running[0][1].set()
+    await first
+    # Its one version is held by the former token's requests: no token makes room for another.
+    sampler.step = 1
+    older = under(TOKEN, 1)
+    await asyncio.sleep(0)
+    served.admit("a", "one", OTHER)
+    sampler.step = 2
+    newer = under(OTHER, 1)
+    await asyncio.sleep(0)
+    assert sampler.steps == [0, 1]
+    sampler.running[1][1].set()
+    await older
+    while len(sampler.running) < 3:  # noqa: ASYNC110 - nothing tells that a request has begun
+        await asyncio.sleep(0)
+    sampler.running[2][1].set()
+    assert (await newer).version.step == 2
+
+
+def test_requests_are_bounded_whatever_token_they_came_with() -> None:
+    served = ServedAdapters(versions=2)
+    served.admit("a", "one", TOKEN)
+    served.admit("b", "two", "token-of-a-third")
+    with ExitStack() as under_way:
+        for token in (TOKEN, OTHER) * (MAX_REQUESTS // 2):
+            served.admit("a", "one", token)
+            found = served.find(token)
+            assert found is not None
+            under_way.enter_context(found.request())
+        for token in (TOKEN, OTHER):
+            served.admit("a", "one", token)
+            found = served.find(token)
+            assert found is not None
+            with pytest.raises(CapacityError) as refused, found.request():
+                pass
+            assert refused.value.reason == "TooManyRequests"
+        other = served.find("token-of-a-third")
+        assert other is not None
+        with other.request():
+            pass
+    last = served.find(OTHER)
+    assert last is not None
+    with last.request():
+        pass
+
+
 def test_another_experiments_token_reaches_that_one_still() -> None:
     served = ServedAdapters(versions=2)
     served.admit("a", "one", TOKEN)
@@ -87,7 +154,8 @@ class SlowSampler:
     step: int = 0
     running: list[tuple[int, asyncio.Event]] = field(default_factory=list)
 
-    def lease(self, experiment: str) -> Any:
+    def lease(self, experiment: str, *, serving: bool) -> Any:
+        assert serving, "a tenant's request is no sampling of the experiment's own"
         sampler, step = self, self.step
 
         class Lease:
