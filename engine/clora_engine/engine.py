@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from clora_engine import last_words
 from clora_engine.chat import load_tokenizer
 from clora_engine.config import EngineConfig
 from clora_engine.errors import EngineError, UserError
@@ -28,6 +30,7 @@ from clora_engine.journal import next_epoch
 from clora_engine.sampler import Sampler, SamplerConfig
 from clora_engine.server.app import create_app
 from clora_engine.server.auth import TokenFile
+from clora_engine.server.connections import BACKLOG, MOST_CONNECTIONS, Crowd
 from clora_engine.server.metrics import EngineCollector
 from clora_engine.server.tenants import create_tenant_app
 from clora_engine.supervisor import Supervisor
@@ -39,7 +42,7 @@ log = logging.getLogger(__name__)
 
 EXIT_TRAINER_DIED = 3
 SHUTDOWN_SECONDS = 90.0
-TENANT_CONNECTIONS = 1024
+FILES_PER_CONNECTION = 4  # so many files may the engine have open for each connection of tenants
 
 
 async def serve(config: EngineConfig) -> int:
@@ -58,7 +61,8 @@ async def serve(config: EngineConfig) -> int:
     app = create_app(supervisor, token, registry)
     servers = [(_server(app), listener)]
     if tenants is not None:
-        servers.append((_server(create_tenant_app(supervisor), limit_concurrency=TENANT_CONNECTIONS), tenants))
+        crowd = Crowd(_tenant_connections())
+        servers.append((_server(create_tenant_app(supervisor), http=crowd.protocol, backlog=BACKLOG), tenants))
     serving = [asyncio.create_task(server.serve(sockets=[socket])) for server, socket in servers]
     try:
         return await _live(config, epoch, supervisor)
@@ -70,9 +74,20 @@ async def serve(config: EngineConfig) -> int:
 
 def _server(app: FastAPI, **settings: Any) -> uvicorn.Server:
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=5, **settings
+        app, log_config=None, access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=5, **settings
     )
     return _Server(config)
+
+
+def _tenant_connections() -> int:
+    """MOST_CONNECTIONS, or as many as leave files enough for all else that the engine has open: who fills the tenants'
+    port must not keep the control API from taking connections in."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS * FILES_PER_CONNECTION
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, soft // FILES_PER_CONNECTION)
 
 
 async def _live(config: EngineConfig, epoch: int, supervisor: Supervisor) -> int:
@@ -96,6 +111,7 @@ async def _live(config: EngineConfig, epoch: int, supervisor: Supervisor) -> int
         await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
         if services.trainer.died.is_set():
             log.error("%s: this epoch ends", services.trainer.death)
+            last_words.tell(f"{services.trainer.death}: the next epoch goes on from the last commits")
             return EXIT_TRAINER_DIED
         await supervisor.stop(SHUTDOWN_SECONDS)
         return 0

@@ -1,21 +1,30 @@
 """What environments say, as tokens: within the context, and off the event loop when it is long.
 
 An environment is not trusted: a text may be a MiB, which takes a tokenizer seconds. What cannot fit by its characters
-alone is refused unread; any other long text is encoded on a few threads of its own, so that neither the other
-experiments' turns nor the engine's commits wait for it. (A fast tokenizer lets go of Python's lock while it encodes.)
+alone is refused unread; any other long text is encoded on a few threads, one text of an experiment at a time and the
+experiments in turn, so that neither the other experiments' turns nor the engine's commits wait for it. (A fast
+tokenizer lets go of Python's lock while it encodes.)
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from clora_engine.chat import MessagesError, Renderer
 from clora_engine.environments.protocol import Message
+from clora_engine.fair_threads import FairThreads
 
+T = TypeVar("T")
 INLINE_CHARACTERS = 1 << 13  # milliseconds on the event loop; a switch of threads would cost short ones more
-_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+INLINE_TOKENS = 1 << 11
+_threads = FairThreads(2, "encode")
+
+
+async def encoded_apart(experiment: str, call: Callable[[], T]) -> T:
+    """What turns an experiment's texts into tokens, or back, in its turn on the threads for such."""
+    return await _threads.run(experiment, call)
 
 
 class TooLongError(MessagesError):
@@ -23,11 +32,13 @@ class TooLongError(MessagesError):
 
 
 class Rendering:
-    """Prompts and observations of episodes with at most `max_context` tokens, the model's next one included."""
+    """Prompts, turns and observations of an experiment's episodes with at most `max_context` tokens, the model's next
+    one included."""
 
-    def __init__(self, renderer: Renderer, max_context: int) -> None:
+    def __init__(self, renderer: Renderer, max_context: int, experiment: str) -> None:
         self._renderer = renderer
         self._max_context = max_context
+        self._experiment = experiment
 
     async def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Raises MessagesError; TooLongError starts with `PromptTooLong: `."""
@@ -36,6 +47,12 @@ class Rendering:
     async def observation(self, messages: Sequence[Message], history: int) -> list[int]:
         """The tokens after a history of so many. Raises MessagesError."""
         return await self._encoded(self._renderer.observation, messages, history)
+
+    async def parse(self, ids: Sequence[int]) -> Message:
+        """The model's turn (Renderer.parse)."""
+        if len(ids) <= INLINE_TOKENS:
+            return self._renderer.parse(ids)
+        return await encoded_apart(self._experiment, lambda: self._renderer.parse(ids))
 
     async def _encoded(
         self, encode: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message], used: int
@@ -46,8 +63,9 @@ class Rendering:
             raise self._too_long(f"at least {used + least}")
         if characters <= INLINE_CHARACTERS:
             ids = encode(messages)
+            await asyncio.sleep(0)  # between many short ones, others have their turn
         else:
-            ids = await asyncio.get_running_loop().run_in_executor(_threads, encode, messages)
+            ids = await encoded_apart(self._experiment, lambda: encode(messages))
         if used + len(ids) >= self._max_context:
             raise self._too_long(str(used + len(ids)))
         return ids

@@ -112,7 +112,7 @@ class Rollouts(Generic[L]):
     ) -> None:
         self._sampler = sampler
         self._renderer = renderer
-        self._rendering = Rendering(renderer, config.max_context)
+        self._rendering = Rendering(renderer, config.max_context, config.experiment)
         self._factory = factory
         self._config = config
         self._part = _part(config)
@@ -281,7 +281,7 @@ class Rollouts(Generic[L]):
         episode.add_turn(sample.ids, sample.logprobs)
         if sample.truncated:
             return episode.truncate()
-        message = self._renderer.parse(sample.ids)
+        message = await self._rendering.parse(sample.ids)
         episode.tool_calls += len(message.tool_calls)
         episode.tool_errors += bool(message.parse_error)
         result = await self._ask(episode, episode.environment.step(message))

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from clora_engine.journal import Commit, Journal
 from clora_engine.patience import Patience
 from clora_engine.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from clora_engine.plan import Plan, max_context
+from clora_engine.rendering import encoded_apart
 from clora_engine.rollout import RolloutConfig, Rollouts, concurrency
 from clora_engine.rollout_metrics import step_metrics
 from clora_engine.sampler import Lease, Sampler
@@ -251,19 +253,15 @@ class Training:
     async def _demonstrations(self, plan: Plan, position: int) -> tuple[int, Batch, dict[str, Any]]:
         """The position after the step's demonstrations, their batch, and its metrics."""
         end = position + plan.spec.algorithm.prompts_per_step
-        shown = await asyncio.to_thread(self._render, plan, range(position, end))
-        batch = advantages.sft(shown, shape=plan.shape)
+        shown = await self._render(plan, range(position, end))
+        batch = await asyncio.to_thread(advantages.sft, shown, shape=plan.shape)
         return end, batch, {"demonstration_tokens": float(sum(sum(d.mask) for d in shown))}
 
-    def _render(self, plan: Plan, places: range) -> list[Demonstration]:
+    async def _render(self, plan: Plan, places: range) -> list[Demonstration]:
         shown: list[Demonstration] = []
         tokens = 0
         for place in places:
-            try:
-                messages = demonstration(plan.data.train.example(place), plan.factory)
-                shown.append(plan.renderer.demonstration(messages))
-            except ValueError as error:
-                raise UserError(f"example {place} has no demonstration: {error}", field="data") from None
+            shown.append(await encoded_apart(self._uid, partial(_demonstration, plan, place)))
             tokens += len(shown[-1].prompt) + len(shown[-1].ids)
             if tokens > planning.MAX_STEP_TOKENS:
                 raise UserError(
@@ -287,6 +285,13 @@ class Training:
         return await self._rollouts(plan).evaluate(
             plan.data.held_out, samples=asked.samples, temperature=number(asked.temperature)
         )
+
+
+def _demonstration(plan: Plan, place: int) -> Demonstration:
+    try:
+        return plan.renderer.demonstration(demonstration(plan.data.train.example(place), plan.factory))
+    except ValueError as error:
+        raise UserError(f"example {place} has no demonstration: {error}", field="data") from None
 
 
 def _copy_adapter(commit: Path, directory: Path) -> None:

@@ -10,27 +10,25 @@ Errors have OpenAI's form. The control API is on another port, and nothing of it
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from clora_engine.chat import MessagesError, Renderer
-from clora_engine.environments.protocol import Message
 from clora_engine.errors import CapacityError, EngineError, TransientError, UserError
 from clora_engine.server import openai
+from clora_engine.server.connections import AUTHORIZED
 from clora_engine.server.openai import ChatRequest, CompletionRequest, RequestError
+from clora_engine.server.words import Words
 from clora_engine.serving import Served, ServedAdapter
 from clora_engine.supervisor import Supervisor
-from clora_engine.types import Sample, SamplingParams
+from clora_engine.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -38,64 +36,6 @@ MAX_BODY_BYTES = 1 << 20
 BODY_SECONDS = 30.0
 RETRY_AFTER_SECONDS = "5"
 T = TypeVar("T")
-
-
-class Words:
-    """Prompts and answers as tokens, in one thread of its own, with a tokenizer of its own: a long prompt holds up
-    other prompts, and neither training nor the control API."""
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-        self._thread = ThreadPoolExecutor(1, "tenants-words")
-        self._made: tuple[Any, Renderer] | None = None
-
-    async def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Raises RequestError for a conversation that the model's template or context does not hold."""
-
-        def render() -> list[int]:
-            self._check_length(sum(len(message.content) for message in messages))
-            try:
-                return self._parts()[1].prompt(messages)
-            except MessagesError as error:
-                raise RequestError(400, str(error), param="messages", code="invalid_value") from None
-
-        return await self._call(render)
-
-    async def prompt(self, text: str) -> list[int]:
-        """Raises RequestError for what cannot fit the context."""
-
-        def encode() -> list[int]:
-            self._check_length(len(text))
-            ids: list[int] = self._parts()[0].encode(text)
-            return ids
-
-        return await self._call(encode)
-
-    def _check_length(self, characters: int) -> None:
-        """What cannot fit by its characters alone is not encoded, which takes seconds for a MiB."""
-        context = self._supervisor.max_model_len
-        if characters // self._parts()[1].longest_token >= context:
-            message = f"the prompt has {characters} characters, which do not fit a context of {context} tokens"
-            raise RequestError(400, message, code="context_length_exceeded")
-
-    async def stop_token_ids(self) -> tuple[int, ...]:
-        return await self._call(lambda: self._parts()[1].stop_token_ids)
-
-    async def texts(self, samples: Sequence[Sample]) -> list[str]:
-        """Without special tokens, the one that ends a turn among them."""
-        texts: list[str] = await self._call(
-            lambda: [self._parts()[0].decode(list(sample.ids), skip_special_tokens=True) for sample in samples]
-        )
-        return texts
-
-    async def _call(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-
-    def _parts(self) -> tuple[Any, Renderer]:
-        if self._made is None:
-            tokenizer = copy.deepcopy(self._supervisor.tokenizer)
-            self._made = tokenizer, Renderer(tokenizer)
-        return self._made
 
 
 def create_tenant_app(supervisor: Supervisor) -> FastAPI:
@@ -118,26 +58,18 @@ def create_tenant_app(supervisor: Supervisor) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> JSONResponse:
         found = _authorized(supervisor, request)
-        asked = openai.parse(ChatRequest, await _body(request))
-        _check_model(found, asked.model)
-        prompt = await words.chat([message.message() for message in asked.messages])
-        served = await _unless_gone(request, _sample(supervisor, found, words, prompt, asked))
-        texts = await words.texts(served.samples)
-        choices = [openai.chat_choice(i, t, s) for i, (t, s) in enumerate(zip(texts, served.samples, strict=True))]
-        return _answer("chat.completion", found, prompt, served, choices)
+        with found.request():
+            asked = await words.parse(found.uid, ChatRequest, await _body(request))
+            _check_model(found, asked.model)
+            return await _unless_gone(request, _completed(supervisor, found, words, asked))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> JSONResponse:
         found = _authorized(supervisor, request)
-        asked = openai.parse(CompletionRequest, await _body(request))
-        _check_model(found, asked.model)
-        prompt = await words.prompt(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
-        served = await _unless_gone(request, _sample(supervisor, found, words, prompt, asked))
-        texts = await words.texts(served.samples)
-        samples = enumerate(zip(texts, served.samples, strict=True))
-        return _answer(
-            "text_completion", found, prompt, served, [openai.completion_choice(i, t, s) for i, (t, s) in samples]
-        )
+        with found.request():
+            asked = await words.parse(found.uid, CompletionRequest, await _body(request))
+            _check_model(found, asked.model)
+            return await _unless_gone(request, _completed(supervisor, found, words, asked))
 
     return app
 
@@ -158,6 +90,8 @@ def _authorized(supervisor: Supervisor, request: Request) -> ServedAdapter:
             " restarted, it takes moments until its token is known again",
             code="invalid_api_key",
         )
+    if (announce := request.scope.get("state", {}).get(AUTHORIZED)) is not None:
+        announce()
     return found
 
 
@@ -182,23 +116,22 @@ async def _body(request: Request) -> bytes:
     return bytes(data)
 
 
-async def _sample(
-    supervisor: Supervisor,
-    found: ServedAdapter,
-    words: Words,
-    prompt: Sequence[int],
-    asked: ChatRequest | CompletionRequest,
-) -> Served:
+async def _completed(
+    supervisor: Supervisor, found: ServedAdapter, words: Words, asked: ChatRequest | CompletionRequest
+) -> JSONResponse:
+    prompt = await words.prompt(found.uid, asked)
     limit = supervisor.max_model_len
     if asked.limit is not None and asked.limit > limit:
         raise RequestError(400, f"max_tokens may be {limit}, the whole context", param="max_tokens")
     params = SamplingParams(
         temperature=asked.temperature,
         max_tokens=min(asked.limit or limit, max(1, limit - len(prompt))),
-        stop_token_ids=await words.stop_token_ids(),
+        stop_token_ids=await words.stop_token_ids(found.uid),
         seed=asked.seed,
     )
-    return await found.sample(supervisor.sampler, prompt, asked.n, params)
+    served = await found.sample(supervisor.sampler, prompt, asked.n, params)
+    texts = await words.texts(found.uid, served.samples)
+    return _answer(found, asked, len(prompt), served, texts)
 
 
 async def _unless_gone(request: Request, call: Coroutine[Any, Any, T]) -> T:
@@ -222,17 +155,21 @@ async def _disconnected(request: Request) -> None:
 
 
 def _answer(
-    kind: Any, found: ServedAdapter, prompt: Sequence[int], served: Served, choices: list[dict[str, Any]]
+    found: ServedAdapter, asked: ChatRequest | CompletionRequest, prompt_tokens: int, served: Served, texts: list[str]
 ) -> JSONResponse:
+    chat = isinstance(asked, ChatRequest)
+    choice = openai.chat_choice if chat else openai.completion_choice
     return JSONResponse(
         openai.answer(
-            kind,
+            "chat.completion" if chat else "text_completion",
             identifier=uuid.uuid4().hex,
             created=int(time.time()),
             version=served.version,
             name=found.name,
-            choices=choices,
-            prompt_tokens=len(prompt),
+            choices=[
+                choice(i, text, sample) for i, (text, sample) in enumerate(zip(texts, served.samples, strict=True))
+            ],
+            prompt_tokens=prompt_tokens,
             samples=served.samples,
         )
     )

@@ -260,6 +260,27 @@ async def test_the_samplers_errors(
     assert "/secret/path" not in answer.text
 
 
+def went_away(path: str, body: bytes, when: asyncio.Event | None = None) -> tuple[Any, Any, Any]:
+    """Scope, receive and send of a request whose client goes away, at once or when it is told to."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        if when is not None:
+            await when.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        return None
+
+    scope = {
+        **{"type": "http", "method": "POST", "path": path, "raw_path": b"", "query_string": b""},
+        **{"headers": [(b"authorization", f"Bearer {TOKEN}".encode())], "http_version": "1.1", "scheme": "http"},
+    }
+    return scope, receive, send
+
+
 async def test_a_client_that_goes_ends_its_request(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = tenant
     begun, cancelled = asyncio.Event(), asyncio.Event()
@@ -274,23 +295,8 @@ async def test_a_client_that_goes_ends_its_request(tenant: Tenant, monkeypatch: 
 
     monkeypatch.setattr(engine.sampler, "sample", slow)
     gone = asyncio.Event()
-    body = json.dumps(CHAT).encode()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(_: Any) -> None:
-        return None
-
-    scope = {
-        **{"type": "http", "method": "POST", "path": "/v1/chat/completions", "raw_path": b"", "query_string": b""},
-        **{"headers": [(b"authorization", f"Bearer {TOKEN}".encode())], "http_version": "1.1", "scheme": "http"},
-    }
-    call = asyncio.create_task(create_tenant_app(engine.supervisor)(scope, receive, send))
+    given = went_away("/v1/chat/completions", json.dumps(CHAT).encode(), gone)
+    call = asyncio.create_task(create_tenant_app(engine.supervisor)(*given))
     await begun.wait()
     gone.set()
     async with asyncio.timeout(10):
