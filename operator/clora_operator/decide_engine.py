@@ -13,7 +13,7 @@ from clora_operator.decide_drain import drained, pod_to_replace, workload_curren
 from clora_operator.decide_sleep import falls_or_stays_asleep, idle, seconds_until_sleep, waking
 from clora_operator.observe import ObservedEngine
 from clora_operator.plan import Action, ApplyWorkload, Connect, CreateToken, Disconnect, Event, Plan
-from clora_operator.pod_trouble import AWAITED, pod_trouble
+from clora_operator.pod_trouble import pod_trouble
 from clora_operator.resources import find_condition
 from clora_operator.settings import ServiceAddressing, Settings
 from clora_operator.status import Verdict, clip, delay_of_write, event_of, set_conditions, transitions, weigh
@@ -87,7 +87,9 @@ def _ready(o: ObservedEngine, accepted: Verdict, asleep: bool, now: datetime, se
         return Verdict("False", Reason.STARTING, "the engine answers and is not ready yet")
     trouble = pod_trouble(o.pod, o.engine.meta.labels)
     if waking(o.engine):  # stays so: it says that nothing is attached
-        return Verdict("False", Reason.WAKING, trouble.message if trouble else AWAITED)
+        if trouble is not None:
+            return Verdict("False", Reason.WAKING_HELD_BACK, trouble.message)
+        return Verdict("False", Reason.WAKING, "it was asleep, is wanted, and has not answered yet")
     if trouble is not None:
         return trouble
     before = find_condition(o.engine.status.conditions, EngineCondition.READY)
@@ -172,6 +174,9 @@ def _event(kind: str, status: str, event: Event) -> Event | None:
     """Accepted and WorkloadCurrent are told when they become False; Ready and Drained always; Idle by what follows."""
     if kind == EngineCondition.IDLE:
         return None
-    if kind == EngineCondition.DRAINED or event.reason in (Reason.ASLEEP, Reason.WAKING, Reason.QUEUED):
+    if kind == EngineCondition.DRAINED or event.reason in _NORMAL:
         return replace(event, type="Normal")
     return event if kind == EngineCondition.READY or status == "False" else None
+
+
+_NORMAL = {Reason.ASLEEP, Reason.WAKING, Reason.WAKING_HELD_BACK, Reason.QUEUED}

@@ -66,7 +66,7 @@ def asleep(engine: Engine) -> bool:
 
 def waking(engine: Engine) -> bool:
     """It sleeps, or has not answered since: as its status says. Nothing is attached to it."""
-    return _unready_reason(engine) in (Reason.ASLEEP, Reason.WAKING)
+    return _unready_reason(engine) in (Reason.ASLEEP, Reason.WAKING, Reason.WAKING_HELD_BACK)
 
 
 def wakes_on_demand(engine: Engine) -> bool:

@@ -18,8 +18,6 @@ KUEUE = "kueue.x-k8s.io/"
 HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
 """What a container waits for on its way up."""
 NOT_RUNNING = frozenset({Reason.QUEUED, Reason.POD_UNSCHEDULABLE, Reason.POD_FAILING})
-AWAITED = "it was asleep, is wanted, and has not answered yet"
-"""What Ready says of an engine that wakes and whose pod is in no trouble."""
 MESSAGE_CHARACTERS = 512
 
 
@@ -54,9 +52,8 @@ def pod_trouble(pod: Mapping[str, Any] | None, labels: Mapping[str, str]) -> Ver
 def told_trouble(engine: Engine) -> str:
     """What the engine's status says of it; empty for none."""
     ready = find_condition(engine.status.conditions, EngineCondition.READY)
-    if ready is None or ready.status == "True" or ready.message == AWAITED:
-        return ""
-    return ready.message if ready.reason in NOT_RUNNING | {Reason.WAKING} else ""
+    troubled = ready is not None and ready.status == "False" and ready.reason in NOT_RUNNING | {Reason.WAKING_HELD_BACK}
+    return ready.message if ready is not None and troubled else ""
 
 
 def _held_back(name: str, gates: Sequence[str], labels: Mapping[str, str]) -> str:

@@ -43,6 +43,7 @@ class Reason(StrEnum):
     NAMESPACE_NOT_ALLOWED = "NamespaceNotAllowed"  # by the engine's allowedNamespaces
     NAMESPACE_UNREADABLE = "NamespaceUnreadable"  # the operator may not read the labels that decide it
     RANK_TOO_HIGH = "RankTooHigh"
+    DOES_NOT_FIT = "DoesNotFit"  # no engine that it may run on has what it needs; the message says what each lacks
     DATA_NOT_FOUND = "DataNotFound"
     INIT_FROM_NOT_FOUND = "InitFromNotFound"
     INIT_FROM_FAILED = "InitFromFailed"
@@ -98,6 +99,7 @@ class Reason(StrEnum):
     STAYS_AWAKE = "StaysAwake"  # spec.scaleDownAfterSeconds is not set
     ASLEEP = "Asleep"  # idle for so long that it has no pod; an experiment wakes it
     WAKING = "Waking"  # it was asleep, is wanted, and has not answered yet
+    WAKING_HELD_BACK = "WakingHeldBack"  # the same, and something is in its pod's way: the message says what
     UP_TO_DATE = "UpToDate"
     EXTERNAL = "External"  # somebody else runs the engine; clora creates no workload
 

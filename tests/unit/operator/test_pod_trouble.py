@@ -119,17 +119,21 @@ def test_kueue_finds_its_labels_on_the_workload() -> None:
     assert not kueue_labels(found["Service"])
 
 
-@pytest.mark.parametrize("reason", ["Asleep", "Waking"])
+@pytest.mark.parametrize("reason", ["Asleep", "Waking", "WakingHeldBack"])
 def test_an_engine_that_wakes_stays_so_whatever_its_pod_waits_for(reason: str) -> None:
     """It says that nothing is attached to it, so that nobody gives its files up before it has come."""
     main = sleeper(condition("Ready", "False", reason), condition("Idle", "False", "Wanted"))
     silent = view(down_since=ago(60), error="refused")
     plan = decide_engine(observed_engine(main, view=silent, pod=pod(conditions=[NO_NODE]), wanted="one"), NOW, SETTINGS)
-    assert said(plan, "Ready") == ("False", "Waking")
+    assert said(plan, "Ready") == ("False", "WakingHeldBack")
+    told_now = ("Normal", "WakingHeldBack") in [(event.type, event.reason) for event in plan.events]
+    assert told_now == (reason != "WakingHeldBack")
     told = as_stored(main, plan)
     assert waking(told)
     assert told_trouble(told) == "pod main-0 finds no node: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
-    fine = as_stored(main, decide_engine(observed_engine(main, view=silent, wanted="one"), NOW, SETTINGS))
+    plan = decide_engine(observed_engine(main, view=silent, wanted="one"), NOW, SETTINGS)
+    assert said(plan, "Ready") == ("False", "Waking")
+    fine = as_stored(main, plan)
     assert waking(fine)
     assert told_trouble(fine) == ""
 

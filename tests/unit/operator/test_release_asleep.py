@@ -30,7 +30,7 @@ def unready(reason: str) -> dict[str, Any]:
     return condition("Ready", "False", reason)
 
 
-@pytest.mark.parametrize("reason", ["Asleep", "Waking"])
+@pytest.mark.parametrize("reason", ["Asleep", "Waking", "WakingHeldBack"])
 @pytest.mark.parametrize("of_view", [None, SILENT])
 def test_what_keeps_its_files_wakes_nobody_and_does_not_wait(reason: str, of_view: Any) -> None:
     plan = decide(deleted(1, "Retain"), ours(unready(reason)), of_view)
