@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported; nothing here asks the hub
 
 CLUSTERS = {"control_plane", "fresh_control_plane", "charts", "node_cluster"}
+# how long an example takes says nothing on a machine that has other things to do
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 pytest_plugins = ["tests.cluster_fixtures", "tests.engine_fixtures"]
 
 
