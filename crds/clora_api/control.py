@@ -4,6 +4,8 @@
     GET    /v1/experiments?since=N&timeoutSeconds= ExperimentList of all; long poll: answers once the revision is not N
     PUT    /v1/experiments/{uid}                   DesiredExperiment -> ExperimentReport; idempotent; 409 when full, or
                                                    when its commits are not in the engine's storage
+    PUT    /v1/experiments/{uid}/serving           DesiredServing -> ExperimentReport; idempotent; 404 when the engine
+                                                   does not know it, and so serves it to nobody
     GET    /v1/experiments/{uid}                   ExperimentReport
     DELETE /v1/experiments/{uid}?files=Retain      202 and ExperimentReport (phase Deleting) while its last step is made
                                                    and committed, 200 and null once it is gone; idempotent
@@ -30,7 +32,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from clora_api.v1alpha1.base import ApiModel
-from clora_api.v1alpha1.experiment import ExperimentSpec
+from clora_api.v1alpha1.experiment import MAX_WEIGHT, ExperimentSpec
 
 MIN_TOKEN_LENGTH, MAX_TOKEN_LENGTH = 16, 512
 PROBLEM_BASE = "https://clora.dev/problems/"
@@ -86,6 +88,15 @@ class DesiredExperiment(WireModel):
     # who sends it reaches this experiment's adapter on the tenants' port; unset: nobody does. Known to be told by
     # whoever told it: it is in no report, no digest and no log
     serving_token: str | None = Field(None, min_length=MIN_TOKEN_LENGTH, max_length=MAX_TOKEN_LENGTH, repr=False)
+
+
+class DesiredServing(WireModel):
+    """Who may ask for an experiment's adapter, and its share: told apart from the spec, so that a token is revoked also
+    while the spec is refused, its data are gone, or it cannot be read. serving_token: as in DesiredExperiment; weight:
+    spec.weight, unset: as before."""
+
+    serving_token: str | None = Field(None, min_length=MIN_TOKEN_LENGTH, max_length=MAX_TOKEN_LENGTH, repr=False)
+    weight: int | None = Field(None, ge=1, le=MAX_WEIGHT)
 
 
 def spec_digest(desired: DesiredExperiment) -> str:
@@ -180,6 +191,9 @@ class EngineInfo(WireModel):
     version: str
     max_experiments: int
     max_rank: int
+    max_off_policy_steps: int | None = None  # of an experiment
+    max_context: int | None = None  # tokens of a prompt and its answer
+    environments: list[str] | None = None  # that experiments may name
     experiments: int  # that hold a slot
     data_volumes: list[str] = Field(default_factory=list)
     sampler_generation: int = 0

@@ -80,6 +80,11 @@ class EngineConfig:
         return 0 if self.tenant_port is None else 2
 
     @property
+    def max_context(self) -> int:
+        """Tokens of a prompt and its answer: no more than the trainer computes in one piece."""
+        return min(self.max_model_len, self.tokens_per_microbatch)
+
+    @property
     def trainer_ranks(self) -> int:
         """Processes of the trainer."""
         return self.trainer_gpus or self.trainer_processes

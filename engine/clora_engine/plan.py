@@ -154,9 +154,8 @@ def _environments(config: EngineConfig) -> Mapping[str, environments.Builder]:
 
 
 def max_context(spec: ExperimentSpec, config: EngineConfig) -> int:
-    """Positions that an episode may have, its prompt included: no more than the trainer computes in one piece."""
-    most = min(config.max_model_len, config.tokens_per_microbatch)
-    return min(most, spec.environment.max_episode_tokens or most)
+    """Positions that an episode may have, its prompt included."""
+    return min(config.max_context, spec.environment.max_episode_tokens or config.max_context)
 
 
 def check(spec: ExperimentSpec, config: EngineConfig) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from clora_api.control import (
     CheckpointList,
     DesiredExperiment,
+    DesiredServing,
     EngineInfo,
     ExperimentList,
     ExperimentReport,
@@ -24,6 +25,7 @@ from clora_api.control import (
 )
 from clora_engine.admissions import Admissions
 from clora_engine.config import EngineConfig
+from clora_engine.environments.registry import offered
 from clora_engine.errors import CapacityError
 from clora_engine.experiment import Experiment, reported_checkpoint
 from clora_engine.journal import Journal
@@ -124,6 +126,15 @@ class Supervisor:
         self._start_if_due(known)
         self._serve_if_due(known)
         return self.report(desired.uid)
+
+    def serve(self, uid: str, serving: DesiredServing) -> ExperimentReport:
+        """Settles who may ask an experiment that is known, and its weight, and nothing else: it starts nothing and
+        takes no slot. Raises UnknownExperimentError."""
+        known = self._experiments.get(uid)
+        if known is not None and known.phase is not Phase.DELETING:
+            known.update(_with_serving(known.desired, serving))
+            self._let_in(known)
+        return self.report(uid)
 
     async def _checked(self, desired: DesiredExperiment) -> _Checked:
         """An experiment whose spec can run here, or whose result is known."""
@@ -259,6 +270,9 @@ class Supervisor:
             version=self._version,
             max_experiments=self._config.max_experiments,
             max_rank=self._config.max_rank,
+            max_off_policy_steps=self._config.max_off_policy_steps,
+            max_context=self._config.max_context,
+            environments=list(offered(self._config.environments, http=bool(self._config.environment_hosts))),
             experiments=sum(e.occupying for e in self._experiments.values()),
             data_volumes=sorted(self._config.data_volumes),
             sampler_generation=stats.generation,
@@ -336,3 +350,9 @@ class Supervisor:
             _, left = await asyncio.wait(pending, timeout=CANCEL_SECONDS)
             for task in left:
                 log.warning("%s does not end: left behind", task.get_name())
+
+
+def _with_serving(desired: DesiredExperiment, serving: DesiredServing) -> DesiredExperiment:
+    weight = desired.spec.weight if serving.weight is None else serving.weight
+    spec = desired.spec.model_copy(update={"weight": weight})
+    return desired.model_copy(update={"spec": spec, "serving_token": serving.serving_token})

@@ -22,7 +22,7 @@ from clora_operator.desired import token_digest
 from clora_operator.engine_client import EngineError, RefusedError
 from clora_operator.kube import FIELD_MANAGER, PLURALS, Kube, KubeError
 from clora_operator.links import Links
-from clora_operator.observe import Answer
+from clora_operator.observe import Answer, ServingAnswer
 from clora_operator.plan import (
     Action,
     AddFinalizer,
@@ -37,6 +37,7 @@ from clora_operator.plan import (
     Plan,
     PutOnEngine,
     RemoveFinalizer,
+    ServeOnEngine,
 )
 from clora_operator.resources import Engine, Experiment, to_rfc3339
 from clora_operator.status import clip, merge_patch
@@ -48,12 +49,13 @@ Clock = Callable[[], datetime]
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a plan. answer: of a PUT; released: the engine knows the experiment no longer; applied: digest of
-    the manifests that the API server took, apply_error: why it refused them (None: there was nothing to apply);
-    made_secret: a Secret is there, secret_problem: why the API server did not take one; conflict: somebody else wrote
-    first."""
+    """What became of a plan. answer: of a PUT; serving: of a call about the serving alone; released: the engine knows
+    the experiment no longer; applied: digest of the manifests that the API server took, apply_error: why it refused
+    them (None: there was nothing to apply); made_secret: a Secret is there, secret_problem: why the API server did not
+    take one; conflict: somebody else wrote first."""
 
     answer: Answer | None = None
+    serving: ServingAnswer | None = None
     released: bool = False
     applied: str | None = None
     apply_error: str | None = None
@@ -97,6 +99,8 @@ class Actor:
                 await self._expire(resource)
             case PutOnEngine():
                 outcome.answer = await self._put(action)
+            case ServeOnEngine():
+                outcome.serving = await self._serve(action)
             case DeleteOnEngine():
                 link = self._links.get(action.engine)
                 gone = link is not None and await link.delete(action.uid, action.files)
@@ -125,6 +129,16 @@ class Actor:
         except EngineError as error:
             return Answer(digest, self._clock(), token, error=str(error))
         return Answer(digest, self._clock(), token)
+
+    async def _serve(self, action: ServeOnEngine) -> ServingAnswer:
+        error, link = "", self._links.get(action.engine)
+        try:
+            if link is None:
+                raise EngineError("the engine is not connected")
+            await link.serve(action.uid, action.serving)
+        except EngineError as problem:
+            error = str(problem)
+        return ServingAnswer(token_digest(action.serving), self._clock(), action.serving.weight, error)
 
     async def _make_secret(self, resource: Experiment | Engine, action: CreateToken, outcome: Outcome) -> None:
         try:

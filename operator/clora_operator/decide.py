@@ -25,11 +25,11 @@ from clora_operator.case import (
 from clora_operator.claims import EVICTING, NOT_LET_IN, Assignment, taken_by
 from clora_operator.decide_end import after_the_end
 from clora_operator.decide_release import decide_release
-from clora_operator.decide_serving import knows_token, secret_actions, served, serving_status
+from clora_operator.decide_serving import knows_token, secret_actions, served, serving_call, serving_status
 from clora_operator.desired import engine_key, token_digest
 from clora_operator.experiment_status import Course, End, experiment_plan
 from clora_operator.observe import ObservedExperiment, lacks_commits
-from clora_operator.plan import AddFinalizer, Plan, PutOnEngine
+from clora_operator.plan import AddFinalizer, DeleteOnEngine, Plan, PutOnEngine
 from clora_operator.resources import find_condition, from_rfc3339
 from clora_operator.settings import Settings
 from clora_operator.status import Verdict, clip
@@ -54,6 +54,7 @@ def decide_experiment(o: ObservedExperiment, now: datetime, settings: Settings) 
         course = replace(course, accepted=problem, requeue_after=again)
     if course.undecided:
         return Plan(wants_slot=True)
+    course = _with_its_token(case, course)
     if made := secret_actions(o):
         course = replace(course, actions=(*made, *course.actions), requeue_after=0.0)
     course = replace(course, served=served(o, case.seconds_silent, settings))
@@ -96,7 +97,7 @@ def _is_it_unacceptable(case: Case) -> Course | None:
         return unaccepted(Reason.INVALID_SPEC, o.experiment.invalid)
     if o.assignment.reason in (Reason.ENGINE_NOT_FOUND, Reason.RANK_TOO_HIGH):
         return unaccepted(o.assignment.reason, o.assignment.message)
-    if o.assignment.reason in NOT_LET_IN and not case.occupying:
+    if o.assignment.reason in NOT_LET_IN | {Reason.DOES_NOT_FIT} and not case.occupying:
         return unaccepted(o.assignment.reason, o.assignment.message)
     if case.occupying:
         return None  # what it runs with was accepted, whatever has happened to its spec and its sources since
@@ -262,16 +263,7 @@ def _how_is_it_attached(case: Case) -> Course:
             progressing = Verdict("False", Reason.STORAGE_FULL, clip(report.message, 1024))
         attached = Verdict("True", Reason.ENGINE_CONFIRMED, message)
         course = Course(attached=attached, progressing=progressing, wants_slot=True)
-    return _with_its_token(case, report, course)
-
-
-def _with_its_token(case: Case, report: ExperimentReport, course: Course) -> Course:
-    """Of one whose spec the engine has refused: it refuses that again, but takes the token that comes with it."""
-    if case.refusal is None or case.desired is None or report.phase is Phase.DELETING:
-        return course
-    if knows_token(case.o, report, token_digest(case.desired)):
-        return course
-    return replace(course, actions=(PutOnEngine(engine_key(case.o), case.desired),), requeue_after=0.0)
+    return course
 
 
 _QUESTIONS: tuple[Callable[[Case], Course | None], ...] = (
@@ -310,6 +302,16 @@ def _put(case: Case, desired: DesiredExperiment, course: Course) -> Course:
     elif course.attached is not None:
         course = attaching(f"LoRAEngine {case.engine_name} has not taken it and is asked again: {answer.trouble}")
     return replace(course, requeue_after=left)
+
+
+def _with_its_token(case: Case, course: Course) -> Course:
+    """Unless the engine is told with everything else, or to let go of it."""
+    if any(isinstance(action, PutOnEngine | DeleteOnEngine) for action in course.actions):
+        return course
+    call, again = serving_call(case)
+    waits = [wait for wait in (course.requeue_after, again) if wait is not None]
+    actions = (*course.actions, call) if call is not None else course.actions
+    return replace(course, actions=actions, requeue_after=min(waits, default=None))
 
 
 def _differs(case: Case, report: ExperimentReport, desired: DesiredExperiment) -> bool:

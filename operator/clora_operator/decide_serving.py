@@ -16,11 +16,11 @@ from clora_api.v1alpha1.experiment import ExperimentStatus, ServingStatus
 from clora_operator import workload
 from clora_operator.case import LOOK_AGAIN_SECONDS, PUT_RETRY_SECONDS, Case
 from clora_operator.claims import EVICTING
-from clora_operator.desired import engine_key, offers_serving, to_be_served, token_digest
+from clora_operator.desired import desired_serving, engine_key, offers_serving, to_be_served, token_digest
 from clora_operator.experiment_status import events_of
 from clora_operator.links import EngineView
 from clora_operator.observe import ObservedExperiment, ServingSecret
-from clora_operator.plan import Action, CreateToken, DeleteOnEngine, Plan, PutOnEngine
+from clora_operator.plan import Action, CreateToken, DeleteOnEngine, Plan, PutOnEngine, ServeOnEngine
 from clora_operator.resources import Engine, Experiment, find_condition
 from clora_operator.settings import ServiceAddressing, Settings
 from clora_operator.status import Verdict, clip, delay_of_write, set_conditions, transitions, weigh
@@ -55,7 +55,7 @@ def served(o: ObservedExperiment, seconds_silent: float, settings: Settings) -> 
     """Condition Served. None: nothing is to be said, or what was said last still stands."""
     if o.serving_secret is None:
         before = find_condition(o.experiment.status.conditions, ExperimentCondition.SERVED)
-        return Verdict("False", Reason.NOT_SERVED, _why_not_asked(o.experiment)) if before else None
+        return Verdict("False", Reason.NOT_SERVED, _why_not_asked(o)) if before else None
     name = _engine_name(o)
     if not offers_serving(o.engine):
         message = f"LoRAEngine {name} does not serve tenants: its spec.serving.enabled is false"
@@ -100,9 +100,12 @@ def _not_attached(o: ObservedExperiment) -> Verdict:
     return Verdict("False", Reason.ATTACHING, f"LoRAEngine {_engine_name(o)} loads its last commit")
 
 
-def _why_not_asked(experiment: Experiment) -> str:
-    asked = experiment.spec is not None and experiment.spec.serving is not None and experiment.spec.serving.enabled
-    return "it has failed" if asked else "spec.serving is not enabled"
+def _why_not_asked(o: ObservedExperiment) -> str:
+    why = "it has failed" if o.experiment.serving_enabled else "spec.serving is not enabled"
+    call, still = o.memory.serving, o.report.serving if o.report else None
+    if still is None or call is None or not call.error:
+        return why
+    return clip(f"{why}; LoRAEngine {_engine_name(o)} has not taken that yet: {call.error}", 1024)
 
 
 def _engine_name(o: ObservedExperiment) -> str:
@@ -183,7 +186,9 @@ def _engine_action(case: Case, wanted: bool) -> tuple[Action | None, float | Non
     if o.view is None or not o.view.ready or o.view.info is None or not o.view.info.serves:
         return None, None
     desired, answer = to_be_served(o), o.memory.answer
-    if desired is None or _knows(o, report, desired):
+    if desired is None:
+        return serving_call(case)  # its spec cannot be read: nothing but who may ask for it is told
+    if _knows(o, report, desired):
         return None, None
     left = 0.0
     if answer is not None and (answer.trouble or (report is not None and report.serving is not None)):
@@ -204,10 +209,31 @@ def _knows(o: ObservedExperiment, report: ExperimentReport | None, desired: Desi
 def knows_token(o: ObservedExperiment, report: ExperimentReport, token: str) -> bool:
     """Whether the engine was told this token last, as far as is remembered: it tells nobody. Of an experiment that it
     knows it takes the token also when it refuses the spec."""
-    answer = o.memory.answer
+    answer, call = o.memory.answer, o.memory.serving
+    if call is not None and (answer is None or answer.at <= call.at):
+        return not call.error and call.token == token
     if answer is None or (answer.trouble and not answer.invalid):
         return not token and report.serving is None
     return answer.token == token
+
+
+def serving_call(case: Case) -> tuple[Action | None, float | None]:
+    """For one that its engine knows, when nothing else is told that goes with a token, whatever the reason: its spec is
+    refused or cannot be read, or its data are gone. A revoked token has to end all the same."""
+    o, report, call = case.o, case.report, case.o.memory.serving
+    if report is None or report.phase is Phase.DELETING or o.view is None or not o.view.reachable:
+        return None, None
+    wanted = desired_serving(o)
+    weighs = report.serving.weight if report.serving else None
+    told = call is not None and not call.error and call.weight == wanted.weight
+    same_weight = told or wanted.weight is None or weighs in (None, wanted.weight)
+    if same_weight and knows_token(o, report, token_digest(wanted)):
+        return None, None
+    if call is not None and call.error:
+        left = PUT_RETRY_SECONDS - (case.now - call.at).total_seconds()
+        if left > 0 and call.token == token_digest(wanted):
+            return None, left
+    return ServeOnEngine(engine_key(o), o.experiment.meta.uid, wanted), 0.0
 
 
 def _until_said(case: Case) -> float | None:

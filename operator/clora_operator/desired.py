@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from clora_api.control import DesiredExperiment, InitSource, RunMode
+from clora_api.control import DesiredExperiment, DesiredServing, InitSource, RunMode
 from clora_api.v1alpha1.experiment import ExperimentSpec
 from clora_operator.observe import ObservedExperiment
 from clora_operator.resources import Engine, Key
@@ -44,6 +44,12 @@ def _desired(
     )
 
 
+def desired_serving(o: ObservedExperiment) -> DesiredServing:
+    """Known whatever is wrong with its spec, its data and its starting weights."""
+    spec = o.experiment.spec
+    return DesiredServing(serving_token=serving_token(o), weight=spec.weight if spec else None)
+
+
 def serving_token(o: ObservedExperiment) -> str | None:
     """None where nobody may ask it: then the engine serves it to nobody."""
     secret = o.serving_secret
@@ -55,7 +61,7 @@ def offers_serving(engine: Engine | None) -> bool:
     return engine is not None and engine.spec is not None and engine.spec.serving.enabled
 
 
-def token_digest(desired: DesiredExperiment) -> str:
+def token_digest(desired: DesiredExperiment | DesiredServing) -> str:
     """Tells one serving token from another; empty without one."""
     return hashlib.sha256(desired.serving_token.encode()).hexdigest() if desired.serving_token else ""
 

@@ -12,7 +12,14 @@ from typing import Any, Literal, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from clora_api.control import DesiredExperiment, EngineInfo, ExperimentList, ExperimentReport, Problem
+from clora_api.control import (
+    DesiredExperiment,
+    DesiredServing,
+    EngineInfo,
+    ExperimentList,
+    ExperimentReport,
+    Problem,
+)
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 REQUEST_SECONDS = 10.0
@@ -77,6 +84,11 @@ class EngineClient:
         """Raises RefusedError when the engine is full (capacity-exceeded) or the spec cannot run (invalid-spec)."""
         body = desired.model_dump(mode="json", by_alias=True, exclude_none=True)
         return _parse(ExperimentReport, await self._request("PUT", f"/v1/experiments/{desired.uid}", body=body))
+
+    async def serve(self, uid: str, serving: DesiredServing) -> ExperimentReport:
+        """Raises RefusedError (not-found) when the engine does not know the experiment."""
+        body = serving.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return _parse(ExperimentReport, await self._request("PUT", f"/v1/experiments/{uid}/serving", body=body))
 
     async def delete(self, uid: str, files: Literal["Retain", "Delete"]) -> ExperimentReport | None:
         """The report while its last checkpoint is made; None once the engine knows it no longer."""

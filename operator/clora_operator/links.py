@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Literal
 
-from clora_api.control import DesiredExperiment, EngineInfo, ExperimentList, ExperimentReport
+from clora_api.control import DesiredExperiment, DesiredServing, EngineInfo, ExperimentList, ExperimentReport
 from clora_operator import metrics
 from clora_operator.engine_client import EngineClient, EngineError, RefusedError, StartingError, UnauthorizedError
 from clora_operator.resources import Key
@@ -107,6 +107,15 @@ class EngineLink:
             raise
         self._merge(report)
         return report
+
+    async def serve(self, uid: str, serving: DesiredServing) -> None:
+        """Raises EngineError."""
+        try:
+            report = await self._client.serve(uid, serving)
+        except EngineError as error:
+            self._count("serve", error)
+            raise
+        self._merge(report)
 
     async def delete(self, uid: str, files: Literal["Retain", "Delete"]) -> bool:
         """True once the engine knows `uid` no longer. Raises EngineError."""

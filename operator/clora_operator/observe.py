@@ -49,6 +49,17 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class ServingAnswer:
+    """What the engine said to the last call about an experiment's serving alone. token: digest of what was told, empty
+    without one; weight: likewise; error: why it was not taken."""
+
+    token: str
+    at: datetime
+    weight: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ServingSecret:
     """The Secret of an experiment's serving token. token: None while there is none; foreign: a Secret of that name
     belongs to something else."""
@@ -66,6 +77,7 @@ class Memory:
 
     data_text: str | None = None
     answer: Answer | None = None
+    serving: ServingAnswer | None = None
     failed: tuple[int, datetime] | None = None  # attempt whose failure was seen, and when
     silent_since: datetime | None = None  # no link to its engine since
     last_write: datetime | None = None

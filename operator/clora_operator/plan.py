@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from clora_api.control import DesiredExperiment
+from clora_api.control import DesiredExperiment, DesiredServing
 from clora_operator.resources import Key
 
 
@@ -34,6 +34,15 @@ class PutOnEngine:
 
     engine: Key
     desired: DesiredExperiment
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOnEngine:
+    """Tell `engine`, which knows the experiment, who may ask for its adapter, and nothing else."""
+
+    engine: Key
+    uid: str
+    serving: DesiredServing
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,7 @@ Action = (
     | RemoveFinalizer
     | DeleteExperiment
     | PutOnEngine
+    | ServeOnEngine
     | DeleteOnEngine
     | CreateToken
     | ApplyWorkload

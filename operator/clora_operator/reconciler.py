@@ -148,6 +148,7 @@ class Reconciler:
         self._memories[uid] = replace(
             observed.memory,
             answer=outcome.answer or observed.memory.answer,
+            serving=outcome.serving or observed.memory.serving,
             released=outcome.released or observed.memory.released,
             last_write=self._clock() if outcome.written else observed.memory.last_write,
             wants_slot=plan.wants_slot,

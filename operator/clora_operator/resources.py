@@ -52,7 +52,8 @@ class Meta:
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """`spec` is None, and `invalid` says why, where the stored spec is not of this release. engine_namespace: of the
-    engine that the spec refers to, known even then; never read from the status, which others may have written."""
+    engine that the spec refers to, known even then; never read from the status, which others may have written.
+    serving_enabled: as the spec says, known even then."""
 
     meta: Meta
     spec: ExperimentSpec | None
@@ -60,6 +61,7 @@ class Experiment:
     status: ExperimentStatus
     raw_status: Mapping[str, Any]
     engine_namespace: str
+    serving_enabled: bool
 
     @property
     def key(self) -> Key:
@@ -79,8 +81,9 @@ class Experiment:
     def asks_to_be_served(self) -> bool:
         """It is not going, and may be served: it has not failed, and its spec says so."""
         failed = find_condition(self.status.conditions, ExperimentCondition.FAILED)
-        asked = self.spec is not None and self.spec.serving is not None and self.spec.serving.enabled
-        return asked and self.meta.deleted is None and not (failed is not None and failed.status == "True")
+        return (
+            self.serving_enabled and self.meta.deleted is None and not (failed is not None and failed.status == "True")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,10 @@ def parse_experiment(body: Mapping[str, Any]) -> Experiment:
     # `state` is derived from the conditions and never read back, so that a later release may have more words for it
     status = ExperimentStatus.model_validate({k: v for k, v in raw_status.items() if k != "state"})
     spec, invalid = _parse_spec(ExperimentSpec, body)
-    meta, reference = _meta(body), (body.get("spec") or {}).get("engineRef") or {}
-    return Experiment(meta, spec, invalid, status, raw_status, str(reference.get("namespace") or meta.namespace))
+    meta, stored = _meta(body), body.get("spec") or {}
+    namespace = (stored.get("engineRef") or {}).get("namespace") or meta.namespace
+    served = (stored.get("serving") or {}).get("enabled") is True
+    return Experiment(meta, spec, invalid, status, raw_status, str(namespace), served)
 
 
 def parse_engine(body: Mapping[str, Any]) -> Engine:

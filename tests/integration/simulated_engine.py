@@ -31,6 +31,7 @@ from clora_api.control import (
     PROBLEM_BASE,
     CheckpointList,
     DesiredExperiment,
+    DesiredServing,
     EngineInfo,
     ExperimentList,
     ExperimentReport,
@@ -259,6 +260,14 @@ class Engine:
         known.serve_if_due()
         return known.report()
 
+    def serve(self, known: Simulated, serving: DesiredServing) -> ExperimentReport:
+        if known.desired.serving_token != serving.serving_token:
+            known.desired = known.desired.model_copy(update={"serving_token": serving.serving_token})
+            known.keeps_slot = known.keeps_slot and serving.serving_token is not None
+            known.changed()
+        self.note_token(known)
+        return known.report()
+
     def note_token(self, known: Simulated) -> None:
         """For the tests: serving-token/UID holds what the operator has told."""
         path = self.storage / "serving-token" / known.desired.uid
@@ -350,6 +359,10 @@ def create_app(engine: Engine, token_file: Path) -> FastAPI:
         report = engine.put(desired)
         await asyncio.sleep(float(desired.spec.environment.arguments.get("answerSeconds", "0")))
         return report
+
+    @app.put("/v1/experiments/{uid}/serving")
+    async def serve(uid: str, serving: DesiredServing) -> ExperimentReport:
+        return engine.serve(find(uid), serving)
 
     @app.get("/v1/experiments/{uid}")
     async def get(uid: str) -> ExperimentReport:

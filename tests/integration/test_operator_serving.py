@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kubernetes.client.exceptions import ApiException
 
-from tests.integration.operator_fixtures import Cluster, EngineProcess, Stage, condition, stage, status, wait_for
+from tests.integration.loop_engine import LoopEngine
+from tests.integration.operator_fixtures import TOKEN, Cluster, EngineProcess, Stage, condition, stage, status, wait_for
+from tests.unit.engine.loop import ROWS
+from tests.unit.engine.loop import desired as of_the_loop
 
 pytestmark = pytest.mark.integration
 __all__ = ["stage"]
@@ -132,3 +137,70 @@ def test_a_higher_priority_takes_the_slot_and_it_comes_back(stage: Stage, kube: 
         served(cluster, "low")
     finally:
         scheduling.delete_priority_class(name)
+
+
+# ------------------------------------------------------------------------------ on the engine's own HTTP servers
+
+
+@pytest.fixture
+def loop_engine(tmp_path: Path) -> Iterator[LoopEngine]:
+    engine = LoopEngine(tmp_path / "loop-engine", TOKEN)
+    engine.start()
+    yield engine
+    engine.close()
+
+
+def rotated(cluster: Cluster, before: str) -> str:
+    """The token that takes the place of a Secret that somebody deletes."""
+    cluster.core.delete_namespaced_secret("one-serving", cluster.namespace)
+
+    def made() -> bool:
+        try:
+            return token(cluster, "one") != before
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            return False
+
+    wait_for(made, "another Secret")
+    return token(cluster, "one")
+
+
+def test_a_token_is_revoked_whatever_stands_in_the_way_of_everything_else(
+    stage: Stage, loop_engine: LoopEngine
+) -> None:
+    """Its data are gone and the operator has forgotten them; then its spec is one that the engine refuses, too."""
+    cluster = stage.cluster
+    cluster.engine(loop_engine.endpoint)
+    cluster.patch("main", {"spec": {"serving": {**ON, "endpoint": loop_engine.tenants}}}, "loraengines")
+    rows = {"metadata": {"name": "rows"}, "data": {"k": ROWS}}
+    cluster.core.create_namespaced_config_map(cluster.namespace, rows)
+    spec = of_the_loop(maxSteps=100_000, data={"configMap": {"name": "rows", "key": "k"}}).spec.to_api()
+    cluster.create("loraexperiments", "one", spec | {"engineRef": {"name": "main"}, "serving": ON})
+    operator = stage.start_operator()
+    served(cluster, "one")
+    first = token(cluster, "one")
+    assert loop_engine.accepts(first)
+
+    cluster.core.delete_namespaced_config_map("rows", cluster.namespace)
+    operator.kill()
+    operator.start()
+    second = rotated(cluster, first)
+    wait_for(lambda: loop_engine.accepts(second), "the new token to be valid")
+    assert not loop_engine.accepts(first)
+    cluster.patch("one", {"spec": {"serving": {"enabled": False}}})
+    wait_for(lambda: not loop_engine.accepts(second), "nobody to be let in")
+    assert "serving" not in status(served(cluster, "one", "False", "NotServed"))
+
+    cluster.core.create_namespaced_config_map(cluster.namespace, rows)
+    operator.kill()
+    operator.start()
+    cluster.patch("one", {"spec": {"serving": ON, "sampling": {"maxTokens": 4096}}})
+    cluster.wait_reason("one", "Accepted", "InvalidSpec")
+    wait_for(lambda: loop_engine.accepts(second), "its Secret's token to be valid again")
+    third = rotated(cluster, second)
+    wait_for(lambda: loop_engine.accepts(third), "the newest token to be valid")
+    assert not loop_engine.accepts(second)
+    found = cluster.wait_state("one", "Running")
+    assert status(found)["progress"]["step"] > 0
+    assert not {first, second, third} & set(operator.log.read_text().split())

@@ -20,6 +20,7 @@ from clora_api.v1alpha1.base import (
 from clora_api.v1alpha1.conditions import State
 
 MAX_OFF_POLICY_STEPS = 16
+MAX_WEIGHT = 1000
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -465,7 +466,7 @@ class ExperimentSpec(ApiModel):
     weight: int = Field(
         100,
         ge=1,
-        le=1000,
+        le=MAX_WEIGHT,
         description="Its share of the engine's sampler: twice the weight gets twice the tokens while the sampler is"
         " saturated. It can change at any time, and does so at once.",
     )

@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from clora_api.control import (
     CheckpointList,
     DesiredExperiment,
+    DesiredServing,
     EngineInfo,
     ExperimentList,
     ExperimentReport,
@@ -88,6 +89,10 @@ def _install_experiments(app: FastAPI, supervisor: Supervisor) -> None:
         if uid != desired.uid:
             raise UserError(f"the body is of {desired.uid}, the path of {uid}", field="uid")
         return await supervisor.put(desired)
+
+    @app.put("/v1/experiments/{uid}/serving")
+    async def serve(uid: str, serving: DesiredServing) -> ExperimentReport:
+        return supervisor.serve(uid, serving)
 
     @app.get("/v1/experiments/{uid}")
     async def get(uid: str) -> ExperimentReport:

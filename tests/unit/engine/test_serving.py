@@ -10,12 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
-from clora_api.control import DesiredExperiment, ExperimentReport, Phase, RunMode, spec_digest
+from clora_api.control import DesiredExperiment, DesiredServing, ExperimentReport, Phase, RunMode, spec_digest
 from clora_engine.config import EngineConfig
 from clora_engine.errors import CapacityError, CheckpointError, EngineError, UserError
 from clora_engine.sampler import Sampler
+from clora_engine.server.app import create_app
+from clora_engine.server.auth import TokenFile
 from clora_engine.serving import MAX_REQUESTS, MAX_SEQUENCES, ServedAdapter, ServedAdapters
 from clora_engine.supervisor import Supervisor
 from clora_engine.training import Services
@@ -441,6 +445,62 @@ async def test_a_refused_spec_keeps_no_revoked_token_valid(tmp_path: Path) -> No
     assert engine.supervisor.served.find(OTHER) is None
     ended = await engine.until(wanted.uid, has_ended)
     assert (ended.keeps_slot, ended.serving) == (False, None)
+
+
+async def test_who_may_ask_is_told_apart_from_the_spec(tmp_path: Path) -> None:
+    """Over HTTP: revoked, rotated, with another weight; and again, which changes nothing."""
+    engine, wanted = Engine(tmp_path), one(spec=desired(maxSteps=1000).spec)
+    (tmp_path / "token").write_text("of-the-operator")
+    app = create_app(engine.supervisor, TokenFile(tmp_path / "token"), CollectorRegistry())
+    headers = {"Authorization": "Bearer of-the-operator"}
+    await engine.put(wanted)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://e", headers=headers) as http:
+
+        async def tell(uid: str = wanted.uid, **serving: Any) -> httpx.Response:
+            return await http.put(f"/v1/experiments/{uid}/serving", json=serving)
+
+        rotated = ExperimentReport.model_validate((await tell(servingToken=OTHER, weight=7)).json())
+        assert rotated.serving is not None
+        assert rotated.serving.weight == 7
+        assert engine.supervisor.served.find(TOKEN) is None
+        assert engine.supervisor.served.find(OTHER) is not None
+        report = engine.supervisor.report(wanted.uid)
+        assert report.spec_digest == spec_digest(
+            wanted.model_copy(update={"spec": desired(maxSteps=1000, weight=7).spec})
+        )
+        await engine.until(wanted.uid, lambda r: r.phase is Phase.RUNNING)
+        assert (wanted.uid, 7) in [told[:2] for told in engine.sampler.told]
+        off = ExperimentReport.model_validate((await tell()).json())
+        assert (off.phase, off.serving) == (Phase.RUNNING, None)
+        assert engine.supervisor.served.find(OTHER) is None
+        assert OTHER not in str(off)
+        assert (await tell(servingToken="short")).status_code == 422
+        assert (await tell("nobody", servingToken=OTHER)).status_code == 404
+        assert engine.supervisor.served.find(OTHER) is None
+    await engine.supervisor.stop(60)
+
+
+async def test_serving_turned_on_by_itself_takes_no_slot(tmp_path: Path) -> None:
+    """That needs a PUT, which is refused on a full engine."""
+    engine, wanted = Engine(tmp_path), one(serving_token=None)
+    await engine.put(wanted)
+    await engine.until(wanted.uid, has_ended)
+    report = engine.supervisor.serve(wanted.uid, DesiredServing(serving_token=TOKEN))
+    assert not report.keeps_slot
+    before = report.revision
+    assert engine.supervisor.serve(wanted.uid, DesiredServing(serving_token=TOKEN)).revision == before
+    assert engine.supervisor.info().experiments == 0
+    on = await engine.put(wanted, mode=RunMode.SERVE, serving_token=TOKEN, committed_step=1)
+    assert on.keeps_slot
+    await engine.until(wanted.uid, lambda r: r.serving is not None and r.serving.version)
+    off = engine.supervisor.serve(wanted.uid, DesiredServing())
+    assert (off.keeps_slot, engine.sampler.latest) == (False, {})
+
+
+def test_an_engine_says_what_fits_it(tmp_path: Path) -> None:
+    info = Engine(tmp_path).supervisor.info()
+    assert (info.max_experiments, info.max_rank, info.max_off_policy_steps, info.max_context) == (1, 8, 2, 512)
+    assert info.environments == ["GSM8K", "WordProblems"]
 
 
 def test_the_sampler_has_slots_for_what_tenants_hold() -> None:

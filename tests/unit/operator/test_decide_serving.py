@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clora_api.control import ExperimentReport, Phase, Problem, ReportedServing, RunMode, spec_digest
+from clora_api.control import DesiredServing, ExperimentReport, Phase, Problem, ReportedServing, RunMode, spec_digest
 from clora_api.v1alpha1.conditions import Reason
 from clora_operator.cache import Cache
 from clora_operator.claims import Assignment, Claim
@@ -17,10 +17,10 @@ from clora_operator.decide import decide_experiment
 from clora_operator.decide_serving import secret_name
 from clora_operator.desired import to_be_served, token_digest
 from clora_operator.links import EngineView
-from clora_operator.observe import Answer, Memory, ObservedExperiment, ServingSecret
+from clora_operator.observe import Answer, Init, Memory, ObservedExperiment, ServingAnswer, ServingSecret
 from clora_operator.observer import Observer, claims
 from clora_operator.placement import place
-from clora_operator.plan import CreateToken, DeleteExperiment, DeleteOnEngine, Plan, PutOnEngine
+from clora_operator.plan import CreateToken, DeleteExperiment, DeleteOnEngine, Plan, PutOnEngine, ServeOnEngine
 from clora_operator.resources import Engine, Experiment, to_rfc3339
 from clora_operator.settings import ServiceAddressing
 from tests.unit.operator.factories import (
@@ -141,14 +141,121 @@ def test_a_refused_spec_keeps_no_revoked_token_valid(secret: ServingSecret | Non
     runs = serves(report(of, spec_digest="of-the-earlier-spec", serving=ReportedServing(version="one@3")))
     problem = Problem(type="https://clora.dev/problems/invalid-spec", title="t", status=422)
     answer = Answer(spec_digest(desired(of)), ago(1), "digest-of-another-token", problem=problem)
-    plan = decide(of, view=runs, serving_secret=secret, memory=Memory(wants_slot=True, answer=answer))
-    (put,) = [action for action in plan.actions if isinstance(action, PutOnEngine)]
-    assert put.desired.serving_token == token
+    memory = Memory(wants_slot=True, answer=answer)
+    plan = decide(of, view=runs, serving_secret=secret, memory=memory)
+    call = only_call(plan)
+    assert call.serving == DesiredServing(serving_token=token, weight=100)
     assert said(plan, "Accepted") == ("False", "InvalidSpec")
     assert said(plan, "Attached") == ("True", "EngineConfirmed")
-    again = Memory(wants_slot=True, answer=replace(answer, token=token_digest(put.desired)))
-    after = decide(of, view=runs, serving_secret=secret, memory=again)
-    assert not [action for action in after.actions if isinstance(action, PutOnEngine)]
+    assert calls(decide(of, view=runs, serving_secret=secret, memory=replace(memory, serving=taken(call)))) == []
+
+
+def taken(call: ServeOnEngine, seconds: float = 0, **fields: Any) -> ServingAnswer:
+    return ServingAnswer(token_digest(call.serving), ago(seconds), call.serving.weight, **fields)
+
+
+def calls(plan: Plan) -> list[Any]:
+    return [action for action in plan.actions if isinstance(action, ServeOnEngine | PutOnEngine)]
+
+
+def only_call(plan: Plan) -> ServeOnEngine:
+    (call,) = calls(plan)
+    assert isinstance(call, ServeOnEngine)
+    assert (call.engine, call.uid) == (ENGINE.key, UID)
+    assert TOKEN not in repr(call)
+    assert plan.requeue_after == 0.0
+    return call
+
+
+UNREADABLE = replace(experiment(status=running(), **ON), spec=None, invalid="spec.colour: Extra inputs")
+NOWHERE = Init(None, Reason.WAITING_FOR_INIT, "waiting for two")
+
+
+@pytest.mark.parametrize(
+    ("of", "fields"),
+    [
+        (experiment(status=running(), **ON), {"data_missing": "its ConfigMap is gone"}),
+        (experiment(status=running(), **ON), {"init": NOWHERE}),
+        (UNREADABLE, {}),
+        (experiment(status=running(), suspend=True, **ON), {"data_missing": "gone", "phase": Phase.SUSPENDED}),
+    ],
+)
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_token_is_told_whatever_is_missing_for_everything_else(
+    of: Experiment, fields: dict[str, Any], secret: ServingSecret | None
+) -> None:
+    """By an operator that has just started, and knows nothing of what was told."""
+    phase = fields.get("phase", Phase.RUNNING)
+    whole = experiment(status=running(), **ON)
+    runs = serves(report(whole, phase, serving=ReportedServing(version="one@3", weight=100)))
+    rest = {"view": runs, "serving_secret": secret} | {k: v for k, v in fields.items() if k != "phase"}
+    call = only_call(decide(of, **rest))
+    assert call.serving.serving_token == (secret.token if secret else None)
+    assert call.serving.weight == (None if of.spec is None else 100)
+    after = Memory(wants_slot=True, serving=taken(call))
+    assert calls(decide(of, memory=after, **rest)) == []
+    rotated = replace(SECRET, token="another-token-for-tenants")
+    again = only_call(decide(of, memory=after, **(rest | {"serving_secret": rotated})))
+    assert again.serving.serving_token == rotated.token
+
+
+def test_a_call_that_failed_is_made_again_after_a_pause_and_said() -> None:
+    of = experiment(status=running() | {"conditions": [condition("Served", "True", "Serving")]})
+    fields: dict[str, Any] = {
+        "view": serves(report(of, serving=ReportedServing(version="one@3"))),
+        "data_missing": "its ConfigMap is gone",
+        "serving_secret": None,
+    }
+    call = only_call(decide(of, **fields))
+    failed = Memory(wants_slot=True, serving=taken(call, 2, error="HTTP 500"))
+    plan = decide(of, memory=failed, **fields)
+    assert calls(plan) == []
+    assert plan.requeue_after == 3
+    assert said(plan, "Served") == ("False", "NotServed")
+    assert "has not taken that yet: HTTP 500" in message(plan, "Served")
+    later = replace(failed, serving=taken(call, 5, error="HTTP 500"))
+    assert only_call(decide(of, memory=later, **fields)) == call
+
+
+def test_nothing_is_called_where_a_put_or_a_deletion_tells_it_or_nobody_listens() -> None:
+    of = experiment(status=running(), suspend=True, **ON)
+    runs = report(of, serving=ReportedServing(version="one@3"))
+    (put,) = decide(of, view=serves(runs)).actions
+    assert isinstance(put, PutOnEngine)
+    (delete,) = decide(of, view=serves(runs), data_missing="gone").actions
+    assert isinstance(delete, DeleteOnEngine)
+    for seen in (serves(), serves(report(of, Phase.DELETING)), serves(runs, down_since=ago(100), error="refused")):
+        assert calls(decide(of, view=seen, data_missing="gone")) == []
+
+
+@pytest.mark.parametrize(("weight", "is_told"), [(None, False), (100, True), (50, False)])
+def test_a_weight_is_told_though_its_data_are_gone(weight: int | None, is_told: bool) -> None:
+    of = experiment(status=running(), weight=50, **ON)
+    runs = serves(report(of, serving=ReportedServing(version="one@3", weight=weight)))
+    known = ServingAnswer(token_digest(DesiredServing(serving_token=TOKEN)), ago(9), 100)
+    plan = decide(of, view=runs, data_missing="gone", memory=Memory(wants_slot=True, serving=known))
+    assert [call.serving.weight for call in calls(plan)] == [50] * is_told
+
+
+def test_what_a_later_put_has_told_counts() -> None:
+    of = experiment(status=running(), **ON)
+    runs = serves(report(of, serving=ReportedServing(version="one@3")))
+    old = ServingAnswer("digest-of-another-token", ago(9))
+    assert calls(decide(of, view=runs, memory=replace(told(of), serving=old))) == []
+    newer = replace(old, at=NOW)
+    (put,) = calls(decide(of, view=runs, memory=replace(told(of), serving=newer)))
+    assert isinstance(put, PutOnEngine)
+
+
+def test_a_spec_that_cannot_be_read_goes_on_being_served_after_its_end() -> None:
+    whole = ended("Succeeded", condition("Served", "True", "Serving"))
+    of = replace(whole, spec=None, invalid="spec.colour: no")
+    assert of.asks_to_be_served
+    plan = decide(of, view=serves(is_served(whole)))
+    assert only_call(plan).serving == DesiredServing(serving_token=TOKEN)
+    after = decide(of, view=serves(is_served(whole)), memory=Memory(serving=taken(only_call(plan))))
+    assert calls(after) == []
+    assert not [action for action in after.actions if isinstance(action, DeleteOnEngine)]
 
 
 def test_where_it_answers_and_with_what() -> None:
