@@ -24,7 +24,8 @@ class NamespaceLabels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """One engine. max_rank: None while nobody knows; strangers: slots held by what is none of our experiments;
+    """One engine. max_rank, max_off_policy_steps, max_context (tokens of a prompt and its answer), environments,
+    data_volumes: None while nobody knows; strangers: slots held by what is none of our experiments;
     draining: it takes nobody, and who is there leaves; wakes: it sleeps, or starts, and is there for who waits for it;
     trouble: why its pod does not run;
     allowed_from, allowed_labels: its allowedNamespaces."""
@@ -35,6 +36,10 @@ class Room:
     ready: bool
     capacity: int
     max_rank: int | None
+    max_off_policy_steps: int | None = None
+    max_context: int | None = None
+    environments: frozenset[str] | None = None
+    data_volumes: frozenset[str] | None = None
     strangers: int = 0
     full: bool = False
     draining: bool = False
@@ -54,6 +59,7 @@ class Claim:
     """One experiment that is unfinished, or holds a slot, or wants one to be served.
 
     engine_namespace, engine, selector   what its spec refers to; namespace_labels: of its own, None: not read
+    rank, off_policy_steps, answer_tokens, environment, data_volumes   what it needs of an engine (see fit)
     pinned       the engine that was told of it; holds: it has a slot there already; leaving: and gives it up by itself
     attached     it had a slot when the engine was last heard of
     served       it has succeeded and is served to tenants: at the same priority, what trains comes first
@@ -70,6 +76,10 @@ class Claim:
     engine_namespace: str
     engine: str | None
     selector: Mapping[str, str] | None
+    off_policy_steps: int = 0
+    answer_tokens: int = 0
+    environment: str = ""
+    data_volumes: frozenset[str] = frozenset()
     pinned: str | None = None
     holds: bool = False
     leaving: bool = False

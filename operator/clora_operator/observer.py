@@ -19,6 +19,7 @@ from clora_operator.claims import Assignment, Claim, Room
 from clora_operator.decide_serving import cannot_be_served, secret_name
 from clora_operator.decide_sleep import wakes_on_demand
 from clora_operator.desired import offers_serving
+from clora_operator.fit import limits, needs
 from clora_operator.kube import Kube
 from clora_operator.links import EngineView, Links
 from clora_operator.observe import (
@@ -176,9 +177,6 @@ def rooms(cache: Cache, links: Links, now: datetime) -> list[Room]:
         accepted = find_condition(engine.status.conditions, EngineCondition.ACCEPTED)
         refused = accepted is not None and accepted.status == "False"
         wakes = wakes_on_demand(engine) and not (view is not None and view.ready)
-        max_rank = info.max_rank if info else engine.status.max_rank or None
-        if max_rank is None and engine.spec is not None and engine.spec.endpoint is None:
-            max_rank = engine.spec.capacity.max_rank
         capacity = engine.spec.capacity.max_experiments if engine.spec else 0
         allowed = engine.spec.allowed_namespaces if engine.spec else None
         found.append(
@@ -188,7 +186,7 @@ def rooms(cache: Cache, links: Links, now: datetime) -> list[Room]:
                 labels=engine.meta.labels,
                 ready=view is not None and view.ready and not refused,
                 capacity=info.max_experiments if info else capacity if wakes else 0,
-                max_rank=max_rank,
+                **limits(engine, info),
                 strangers=len(view.occupants() - ours) if view else 0,
                 wakes=wakes and not refused,
                 trouble=told_trouble(engine),
@@ -229,7 +227,7 @@ def claims(
                 created=meta.created,
                 engine_namespace=experiment.engine_namespace,
                 namespace_labels=namespaces.known(meta.namespace),
-                rank=spec.lora.rank if spec else 0,
+                **needs(spec, over=over),
                 engine=spec.engine_ref.name if spec and spec.engine_ref else None,
                 selector=spec.engine_selector.match_labels if spec and spec.engine_selector else None,
                 pinned=_pinned(experiment, view, memory, cache),

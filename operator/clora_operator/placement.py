@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from clora_api.v1alpha1.conditions import Reason
 from clora_operator.claims import EVICTING, Assignment, Claim, Room, Seat, name_for, taken_by
+from clora_operator.fit import lacks, unfit
 from clora_operator.preemption import Slots
 from clora_operator.tenancy import denial
 
@@ -38,11 +39,9 @@ def _assign(claim: Claim, slots: Mapping[Seat, Slots]) -> Assignment:
     refused = denial(first, claim)
     if refused is not None and (refused.reason in EVICTING or not claim.holds):
         return Assignment(first.name, reason=refused.reason, message=refused.message)
-    fitting = [s for s in candidates if s.room.max_rank is None or claim.rank <= s.room.max_rank]
-    if not fitting and not claim.holds:
-        best = max((s.room for s in candidates), key=lambda room: room.max_rank or 0)
-        message = f"spec.lora.rank {claim.rank} is above maxRank {best.max_rank} of LoRAEngine {best.name}"
-        return Assignment(None, reason=Reason.RANK_TOO_HIGH, message=message)
+    fitting = [s for s in candidates if not lacks(s.room, claim)]
+    if not fitting and not claim.holds and not claim.attached:  # else its spec of before may well run: it is asked
+        return unfit([s.room for s in candidates], claim)
     chosen = min(fitting or candidates, key=lambda s: _preference(claim, s))
     engine = chosen.room.name
     if chosen.room.draining and (claim.holds or claim.wants):

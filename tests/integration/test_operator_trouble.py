@@ -37,7 +37,7 @@ ENDLESS = 100_000
     ("spec", "reason", "words"),
     [
         ({"engineRef": {"name": "nobody"}}, "EngineNotFound", "there is no LoRAEngine nobody"),
-        ({"lora": {"rank": 64}}, "RankTooHigh", "spec.lora.rank 64 is above maxRank 32"),
+        ({"lora": {"rank": 64}}, "RankTooHigh", "LoRAEngine main: spec.lora.rank 64 is above its maxRank 32"),
         (
             {"data": {"configMap": {"name": "d", "key": "k"}}},
             "DataNotFound",

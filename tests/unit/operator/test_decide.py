@@ -140,6 +140,7 @@ def test_what_an_engine_says_cannot_make_the_status_unwritable() -> None:
     [
         ({"assignment": Assignment(None, reason=Reason.ENGINE_NOT_FOUND, message="no main")}, "EngineNotFound", "no"),
         ({"assignment": Assignment(None, reason=Reason.RANK_TOO_HIGH, message="rank 64")}, "RankTooHigh", "rank 64"),
+        ({"assignment": Assignment(None, reason=Reason.DOES_NOT_FIT, message="a: no")}, "DoesNotFit", "a: no"),
         ({"data_missing": "spec.data.configMap: gone"}, "DataNotFound", "spec.data.configMap"),
         ({"init": Init(None, Reason.INIT_FROM_NOT_FOUND, "who?")}, "InitFromNotFound", "who?"),
         ({"init": Init(None, Reason.INIT_FROM_FAILED, "failed")}, "InitFromFailed", "failed"),

@@ -147,7 +147,7 @@ def test_committed_steps_stay_with_their_engine() -> None:
 def test_messages_name_what_is_missing() -> None:
     assert "no LoRAEngine main" in place([], [claim("a")])["a"].message
     assert "pool=a" in place([], [by_labels("a")])["a"].message
-    assert "spec.lora.rank 64 is above maxRank 32" in place([room()], [claim("a", rank=64)])["a"].message
+    assert "spec.lora.rank 64 is above its maxRank 32" in place([room()], [claim("a", rank=64)])["a"].message
 
 
 claims = st.lists(
