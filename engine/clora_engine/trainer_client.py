@@ -34,7 +34,7 @@ from clora_engine import trainer_protocol as protocol
 from clora_engine.busy_clock import BusyClock
 from clora_engine.config import SLEEPING_THREADS
 from clora_engine.errors import EngineError, TrainerDied
-from clora_engine.trainer_cut import cut, joined_logprobs, joined_results, trained
+from clora_engine.trainer_cut import count_trained, cut, joined_logprobs, joined_results, trained
 from clora_engine.trainer_wire import apart, decoded_logprobs, encoded, tokens_of
 from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
 
@@ -184,17 +184,16 @@ class TrainerClient:
 
     async def forward_backward(self, adapter: str, rows: list[Row], loss: Loss) -> ForwardBackwardResult:
         tokens = tokens_of(rows)
-        pieces: list[list[Row]] = []
+        counts: list[int] = []  # of each piece's trained tokens
 
         def commands() -> list[protocol.ForwardBackward]:
-            pieces.extend(trained(cut(rows, self._tokens_per_call)))
+            pieces = trained(cut(rows, self._tokens_per_call))
+            counts.extend(map(count_trained, pieces) if len(pieces) > 1 else ())
             return [protocol.ForwardBackward(adapter, piece, loss) for piece in pieces]
 
         bodies = await self._calls(adapter, protocol.ForwardBackward, commands, tokens)
         results = [msgspec.msgpack.decode(body, type=ForwardBackwardResult) for body in bodies]
-        return (
-            results[0] if len(results) == 1 else await apart(adapter, tokens, lambda: joined_results(pieces, results))
-        )
+        return joined_results(counts, results) if counts else results[0]
 
     async def forward(self, adapter: str, rows: list[Row], *, temperature: float = 1.0) -> list[list[list[float]]]:
         def commands() -> list[protocol.Forward]:

@@ -31,9 +31,14 @@ def trained(pieces: Sequence[list[Row]]) -> list[list[Row]]:
     return found or list(pieces[:1])
 
 
-def joined_results(pieces: Sequence[Sequence[Row]], results: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
-    """What the whole call would have answered. Metrics are means over trained tokens, `seconds` those of all pieces."""
-    counts = [sum(w != 0 for row in piece for one in row.completions for w in one.weights) for piece in pieces]
+def count_trained(piece: Sequence[Row]) -> int:
+    """Tokens that have a weight."""
+    return sum(weight != 0 for row in piece for one in row.completions for weight in one.weights)
+
+
+def joined_results(counts: Sequence[int], results: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
+    """What the whole call would have answered; `counts`: of each piece's trained tokens. Metrics are means over these,
+    `seconds` those of all pieces."""
     means = {
         name: sum(result.metrics[name] * count for result, count in zip(results, counts, strict=True)) / sum(counts)
         for name in results[0].metrics

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clora_engine.trainer_cut import cut, joined_logprobs, joined_results, trained
+from clora_engine.trainer_cut import count_trained, cut, joined_logprobs, joined_results, trained
 from clora_engine.types import AdamParams, Completion, LoraConfig, Loss, Row
 from tests.numerics.tiny import batch, completion, tiny_trainer, trained_tokens
 
@@ -56,7 +56,10 @@ def test_a_call_in_pieces_gives_the_gradient_and_the_metrics_of_the_whole(loss: 
     whole = trainer.forward_backward("whole", rows, settings)
     pieces = cut(rows, 60)
     assert len(pieces) > 3
-    made = joined_results(pieces, [trainer.forward_backward("cut", piece, settings) for piece in pieces])
+    made = joined_results(
+        [count_trained(piece) for piece in pieces],
+        [trainer.forward_backward("cut", piece, settings) for piece in pieces],
+    )
     assert made.plain_tokens == whole.plain_tokens
     assert made.loss == pytest.approx(whole.loss, abs=1e-6)
     assert made.metrics == pytest.approx(whole.metrics, abs=1e-5)

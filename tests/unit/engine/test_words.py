@@ -19,7 +19,7 @@ from tests.unit.engine.test_tenants import problem, went_away
 
 
 class HeldTokenizer:
-    """Encodes a text that begins with "held" when it is let go, and says who has come so far."""
+    """Encodes a text with "held" in it when it is let go, and says which have come so far."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -34,7 +34,7 @@ class HeldTokenizer:
         return self
 
     def encode(self, text: str, **options: Any) -> Any:
-        if text.startswith("held"):
+        if "held" in text:
             with self._news:
                 self.encoding.append(text)
                 self._news.notify_all()
