@@ -101,7 +101,8 @@ def test_it_sleeps_wakes_and_sleeps_again(stage: Stage, sleeper: Sleeper) -> Non
         "one", lambda o: "is waking" in condition(o, "Attached").get("message", ""), "the word that its engine wakes"
     )
     assert condition(waits, "Attached")["reason"] == "WaitingForEngine"
-    woken = sleeper.wait_reason("Ready", "Waking")
+    woken = sleeper.wait_reason("Ready", "WakingHeldBack")  # there is no node here
+    assert "finds no node" in condition(woken, "Ready")["message"]
     assert condition(woken, "Idle")["reason"] == "Wanted"
     assert "LoRAExperiment one" in condition(woken, "Idle")["message"]
     sleeper.wait_reason("WorkloadCurrent", "UpToDate")  # waking is no update
