@@ -27,14 +27,16 @@ from __future__ import annotations
 import hashlib
 import json
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
 from clora_api.v1alpha1.base import ApiModel
 from clora_api.v1alpha1.experiment import MAX_WEIGHT, ExperimentSpec
+from clora_api.v1alpha1.tracking import TrackerKind
 
 MIN_TOKEN_LENGTH, MAX_TOKEN_LENGTH = 16, 512
+MAX_TRACKING_KEY_LENGTH = 4096
 PROBLEM_BASE = "https://clora.dev/problems/"
 
 
@@ -88,6 +90,10 @@ class DesiredExperiment(WireModel):
     # who sends it reaches this experiment's adapter on the tenants' port; unset: nobody does. Known to be told by
     # whoever told it: it is in no report, no digest and no log
     serving_token: str | None = Field(None, min_length=MIN_TOKEN_LENGTH, max_length=MAX_TOKEN_LENGTH, repr=False)
+    # what spec.tracking's secretRefs hold; kept as secret as the token
+    tracking_keys: dict[TrackerKind, Annotated[str, Field(min_length=1, max_length=MAX_TRACKING_KEY_LENGTH)]] | None = (
+        Field(None, repr=False)
+    )
 
 
 class DesiredServing(WireModel):
@@ -101,8 +107,8 @@ class DesiredServing(WireModel):
 
 def spec_digest(desired: DesiredExperiment) -> str:
     """Digest of what an experiment is to do, without what changes with its course: `mode`, `attempt`, `generation`,
-    `committed_step`, and without who may ask it (`serving_token`)."""
-    course = {"mode", "attempt", "generation", "committed_step", "serving_token"}
+    `committed_step`, and without secrets (`serving_token`, `tracking_keys`)."""
+    course = {"mode", "attempt", "generation", "committed_step", "serving_token", "tracking_keys"}
     body = desired.model_dump(mode="json", by_alias=True, exclude=course, exclude_none=True)
     body["spec"].pop("suspend", None)
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -145,6 +151,14 @@ class ReportedServing(WireModel):
     weight: int | None = None
 
 
+class ReportedTracker(WireModel):
+    """One of spec.tracking. step: the last that it has taken; problem: why it takes none now."""
+
+    kind: str
+    step: int | None = None
+    problem: str = ""
+
+
 class ExperimentReport(WireModel):
     """What the engine says of one experiment. `revision` grows with every change."""
 
@@ -168,6 +182,7 @@ class ExperimentReport(WireModel):
     checkpoint: ReportedCheckpoint | None = None
     best: ReportedBest | None = None
     serving: ReportedServing | None = None  # unset: nobody may ask it
+    tracking: list[ReportedTracker] = Field(default_factory=list)
     keeps_slot: bool = False  # it has ended, and holds a slot because it is served
 
     @property

@@ -42,7 +42,8 @@ class EngineConfig:
     hub_datasets: tuple[str, ...] = ()  # that experiments may have it download: owner/name or owner/*
     environments: tuple[str, ...] = ()  # that experiments may name; none: all
     environment_hosts: tuple[str, ...] = ()  # that environment HTTP may reach
-    loopback_environments: bool = False  # whether it may reach this machine's loopback, for development
+    tracking_hosts: tuple[str, ...] = ()  # that trackers may send metrics to
+    loopback_environments: bool = False  # whether both may reach this machine's loopback, for development
     # sampler
     sampler_gpus: int = 0  # 0: the CPU
     tensor_parallel_size: int = 1
@@ -197,9 +198,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host that the environment HTTP may reach, *.suffix for all below one; may be repeated (default: none)",
     )
     add(
+        "--tracking-host",
+        type=_host,
+        action="append",
+        default=[],
+        metavar="HOST[:PORT]",
+        dest="tracking_hosts",
+        help="host that experiments may send their metrics to (spec.tracking), *.suffix for all below one; may be"
+        " repeated (default: none)",
+    )
+    add(
         "--loopback-environments",
         action="store_true",
-        help="let the environment HTTP reach this machine's own loopback, for development",
+        help="let the environment HTTP and trackers reach this machine's own loopback, for development",
     )
     add("--sampler-gpus", type=int, default=0, help="GPUs that sample; 0: the CPU")
     add("--tensor-parallel-size", type=int, default=1)
@@ -244,7 +255,8 @@ def from_arguments(args: argparse.Namespace) -> EngineConfig:
     """The parsed flags as a config. Raises ValueError for flags that contradict each other."""
     values = {k: v for k, v in vars(args).items() if k in EngineConfig.__dataclass_fields__}
     values["data_volumes"] = dict(args.data_volumes)
-    values |= {name: tuple(values[name]) for name in ("hub_datasets", "environments", "environment_hosts")}
+    lists = ("hub_datasets", "environments", "environment_hosts", "tracking_hosts")
+    values |= {name: tuple(values[name]) for name in lists}
     config = EngineConfig(**values)
     if config.tenant_port == config.port:
         raise ValueError(f"--tenant-port {config.port} is the control API's: give tenants another")

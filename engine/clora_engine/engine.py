@@ -22,7 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from clora_engine import last_words
+from clora_engine import last_words, tracking
 from clora_engine.chat import load_tokenizer
 from clora_engine.config import EngineConfig
 from clora_engine.errors import EngineError, UserError
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 EXIT_TRAINER_DIED = 3
 SHUTDOWN_SECONDS = 90.0
 FILES_PER_CONNECTION = 4  # so many files may the engine have open for each connection of tenants
+TRACKERS_SECONDS = 10.0  # after that, to bring the last steps to their trackers
 
 
 async def serve(config: EngineConfig) -> int:
@@ -114,6 +115,7 @@ async def _live(config: EngineConfig, epoch: int, supervisor: Supervisor) -> int
             last_words.tell(f"{services.trainer.death}: the next epoch goes on from the last commits")
             return EXIT_TRAINER_DIED
         await supervisor.stop(SHUTDOWN_SECONDS)
+        await tracking.all_ended(TRACKERS_SECONDS)
         return 0
 
 

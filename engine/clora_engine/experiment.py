@@ -43,6 +43,7 @@ from clora_engine.journal import Commit, Journal
 from clora_engine.patience import Patience
 from clora_engine.plan import Plan
 from clora_engine.progress import Progress
+from clora_engine.tracking import Tracking
 from clora_engine.training import Services, StepOutcome, Training
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class Experiment:
         self._changed = changed
         self._journal = Journal(services.config.storage, desired.uid, epoch)
         self._patience = Patience(self._storage_full, lambda: self._stopping)
+        self._tracking = Tracking(services.config, self._journal.folder, changed)
         self._training = Training(services, self._journal, desired.uid, self._set_activity, self._patience)
         self._plan: Plan | None = None
         self._plan_digest = ""
@@ -148,6 +150,7 @@ class Experiment:
             self._services.sampler.register(desired.uid, desired.spec.weight, self._remaining)
         if not self._wants_serving:
             self._after.stop()
+        self._tracking.update(desired)
         if desired != before:
             self._changed()
 
@@ -202,6 +205,7 @@ class Experiment:
     async def discard(self) -> None:
         """The end of a deletion: removes the files if that was asked for."""
         if self._delete_files and self._journal.owner() is not None:
+            await self._tracking.kill()
             self._journal.claim(self.desired.namespace, self.desired.name)
             await asyncio.to_thread(self._journal.delete)
 
@@ -248,6 +252,7 @@ class Experiment:
         self._tell_gate(plan)  # at once, so that seats come free for it while it prepares
         await asyncio.to_thread(self._journal.claim, self.desired.namespace, self.desired.name)
         commit = await asyncio.to_thread(self._journal.resume)
+        self._tracking.begin(self.desired, commit.manifest.metrics_bytes if commit else 0)
         await asyncio.to_thread(self._forget_what_failed, (commit.manifest.step if commit else 0) + 1)
         trainer, uid = self._services.trainer, self.desired.uid
         if commit is None:
@@ -320,6 +325,7 @@ class Experiment:
         if self._commit is None or self._commit.manifest.step < self._progress.step:
             progress = self._progress
             self._commit = await self._training.commit(plan, progress.step, progress.position, progress.values)
+            self._tracking.committed(self._commit.manifest.metrics_bytes)
         await self._training.rest()
         if self._deleting():
             return
@@ -342,6 +348,8 @@ class Experiment:
     def _take(self, outcome: StepOutcome) -> None:
         self._progress.take(outcome.step, outcome.position, outcome.values)
         self._commit = outcome.commit or self._commit
+        if outcome.commit is not None:
+            self._tracking.committed(outcome.commit.manifest.metrics_bytes)
         self._changed()
 
     def _fail(self, error: Exception) -> None:
@@ -364,6 +372,7 @@ class Experiment:
 
     async def _release(self) -> None:
         """Leaves the trainer, and the sampler unless it is served; the files stay."""
+        self._tracking.end({Phase.SUCCEEDED: True, Phase.FAILED: False}.get(self.phase))
         self._loaded, self._remaining = False, None
         try:
             await self._training.close()
@@ -425,6 +434,7 @@ class Experiment:
             best=_reported_best(commit),
             serving=self._report_serving(),
             keeps_slot=self.keeps_slot,
+            tracking=self._tracking.report(),
         )
 
     def _report_serving(self) -> ReportedServing | None:

@@ -7,6 +7,7 @@
         steps/00008.epoch-2/  what the engine of epoch 2 prepares for the commit of step 8
         metrics.jsonl         one line a step
         tensorboard/          the same as event files (tensorboard.py); nothing reads them back
+        tracking/             what trackers that are offline keep (tracking.py): theirs to write and to read
         attempt.json          the attempt for which what an earlier one had drawn was forgotten
         result.json           written once, when the experiment has succeeded
 

@@ -18,7 +18,7 @@ from clora_api.control import DesiredExperiment
 from clora_api.v1alpha1.base import number
 from clora_api.v1alpha1.experiment import Data as DataSpec
 from clora_api.v1alpha1.experiment import Estimator, ExperimentSpec, LossNormalization, VolumePath
-from clora_engine import data, environments
+from clora_engine import data, environments, tracking
 from clora_engine.advantages import Scoring, Shape
 from clora_engine.chat import Renderer
 from clora_engine.config import EngineConfig
@@ -160,6 +160,7 @@ def max_context(spec: ExperimentSpec, config: EngineConfig) -> int:
 
 def check(spec: ExperimentSpec, config: EngineConfig) -> None:
     """What can be checked without reading anything. Raises UserError."""
+    tracking.check(spec, config)
     if spec.lora.rank > config.max_rank:
         raise UserError(
             f"lora.rank {spec.lora.rank} is above this engine's maxRank {config.max_rank}",

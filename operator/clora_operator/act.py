@@ -18,7 +18,7 @@ from clora_api import API_VERSION, FINALIZER
 from clora_api.control import spec_digest
 from clora_operator import metrics, workload
 from clora_operator.cache import Cache
-from clora_operator.desired import token_digest
+from clora_operator.desired import keys_digest, token_digest
 from clora_operator.engine_client import EngineError, RefusedError
 from clora_operator.kube import FIELD_MANAGER, PLURALS, Kube, KubeError
 from clora_operator.links import Links
@@ -128,7 +128,7 @@ class Actor:
             return Answer(digest, self._clock(), token, problem=refused.problem)
         except EngineError as error:
             return Answer(digest, self._clock(), token, error=str(error))
-        return Answer(digest, self._clock(), token)
+        return Answer(digest, self._clock(), token, keys=keys_digest(action.desired))
 
     async def _serve(self, action: ServeOnEngine) -> ServingAnswer:
         error, link = "", self._links.get(action.engine)

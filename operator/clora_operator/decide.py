@@ -26,7 +26,8 @@ from clora_operator.claims import EVICTING, NOT_LET_IN, Assignment, taken_by
 from clora_operator.decide_end import after_the_end
 from clora_operator.decide_release import decide_release
 from clora_operator.decide_serving import knows_token, secret_actions, served, serving_call, serving_status
-from clora_operator.desired import engine_key, token_digest
+from clora_operator.decide_tracking import tracked
+from clora_operator.desired import engine_key, keys_digest, token_digest
 from clora_operator.experiment_status import Course, End, experiment_plan
 from clora_operator.observe import ObservedExperiment, lacks_commits
 from clora_operator.plan import AddFinalizer, DeleteOnEngine, Plan, PutOnEngine
@@ -57,7 +58,10 @@ def decide_experiment(o: ObservedExperiment, now: datetime, settings: Settings) 
     course = _with_its_token(case, course)
     if made := secret_actions(o):
         course = replace(course, actions=(*made, *course.actions), requeue_after=0.0)
-    course = replace(course, served=served(o, case.seconds_silent, settings))
+    course = replace(course, served=served(o, case.seconds_silent, settings), tracked=tracked(o))
+    if o.tracking_keys is not None and course.end is None:  # no event tells of a Secret
+        again = LOOK_AGAIN_SECONDS if course.requeue_after is None else min(course.requeue_after, LOOK_AGAIN_SECONDS)
+        course = replace(course, requeue_after=again)
     return experiment_plan(o, course, serving_status(o, settings), now, settings)
 
 
@@ -318,7 +322,10 @@ def _differs(case: Case, report: ExperimentReport, desired: DesiredExperiment) -
     if report.phase is Phase.DELETING:
         return False
     told = (report.spec_digest, report.mode) == (case.digest, desired.mode)
-    return not told or report.attempt < desired.attempt or not knows_token(case.o, report, token_digest(desired))
+    if not told or report.attempt < desired.attempt or not knows_token(case.o, report, token_digest(desired)):
+        return True
+    answer, keys = case.o.memory.answer, keys_digest(desired)
+    return keys != ("" if answer is None or answer.trouble else answer.keys)
 
 
 def _deadline(case: Case) -> datetime | None:

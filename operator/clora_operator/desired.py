@@ -41,6 +41,7 @@ def _desired(
         init_source=init_source,
         data_text=data_text,
         serving_token=serving_token(o),
+        tracking_keys=dict(o.tracking_keys.keys) if o.tracking_keys is not None else None,
     )
 
 
@@ -64,6 +65,12 @@ def offers_serving(engine: Engine | None) -> bool:
 def token_digest(desired: DesiredExperiment | DesiredServing) -> str:
     """Tells one serving token from another; empty without one."""
     return hashlib.sha256(desired.serving_token.encode()).hexdigest() if desired.serving_token else ""
+
+
+def keys_digest(desired: DesiredExperiment) -> str:
+    """Tells one set of trackers' keys from another; empty without any."""
+    keys = "\0".join(f"{kind}={key}" for kind, key in sorted((desired.tracking_keys or {}).items()))
+    return hashlib.sha256(keys.encode()).hexdigest() if keys else ""
 
 
 def _for_the_engine(spec: ExperimentSpec) -> ExperimentSpec:

@@ -41,7 +41,7 @@ class Course:
     """What is to be said and done of an unfinished experiment.
 
     accepted, attached, progressing   None: as it was (accepted: SpecValid, unless the engine had refused this spec)
-    served                            None: as it was
+    served, tracked                   None: as it was
     claim                             write into status which engine it belongs to, and what it starts from
     restarts                          retries so far; None: as it was
     preempted_by                      who has taken its slot; None: as it was, until it has a slot again
@@ -52,6 +52,7 @@ class Course:
     attached: Verdict | None = None
     progressing: Verdict | None = None
     served: Verdict | None = None
+    tracked: Verdict | None = None
     end: End | None = None
     actions: tuple[Action, ...] = ()
     requeue_after: float | None = None
@@ -131,6 +132,7 @@ def _verdicts(o: ObservedExperiment, course: Course) -> dict[str, Verdict]:
                 **other,
                 end.kind: Verdict("True", end.reason, end.message),
                 ExperimentCondition.SERVED: course.served,
+                ExperimentCondition.TRACKED: course.tracked,
             }
         )
     return _known(
@@ -141,6 +143,7 @@ def _verdicts(o: ObservedExperiment, course: Course) -> dict[str, Verdict]:
             ExperimentCondition.SUCCEEDED: Verdict("False", Reason.NOT_FINISHED),
             ExperimentCondition.FAILED: Verdict("False", Reason.NOT_FAILED),
             ExperimentCondition.SERVED: course.served,
+            ExperimentCondition.TRACKED: course.tracked,
         }
     )
 
@@ -239,6 +242,8 @@ def events_of(changed: list[Condition]) -> tuple[Event, ...]:
             events.append(event_of(condition, warning=True))
         elif kind == ExperimentCondition.SERVED and condition.reason not in _NO_NEWS_OF_SERVING:
             events.append(event_of(condition, warning=condition.reason in _TROUBLE_OF_SERVING))
+        elif kind == ExperimentCondition.TRACKED and condition.reason != Reason.NOT_TRACKED:
+            events.append(event_of(condition, warning=status == "False"))
         elif kind in (ExperimentCondition.SUCCEEDED, ExperimentCondition.FAILED) and status == "True":
             events.append(event_of(condition, warning=kind == ExperimentCondition.FAILED))
     return tuple(events)

@@ -16,18 +16,21 @@ from clora_operator.claims import Assignment
 from clora_operator.links import EngineView
 from clora_operator.priorities import Priority
 from clora_operator.resources import Engine, Experiment, find_condition
+from clora_operator.tracking_keys import TrackingKeys
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the engine said to the last PUT of an experiment. digest: of what was asked; token: that of its serving
-    token, empty without one; problem: its refusal, if any; error: why there was no answer."""
+    token, empty without one; problem: its refusal, if any; error: why there was no answer; keys: of its trackers, where
+    it was taken."""
 
     digest: str
     at: datetime
     token: str = ""
     problem: Problem | None = None
     error: str = ""
+    keys: str = ""
 
     @property
     def invalid(self) -> bool:
@@ -85,6 +88,7 @@ class Memory:
     wants_slot: bool = False
     serving_secret: ServingSecret | None = None  # as it was last read
     secret_problem: str = ""  # why the API server did not take a new one
+    tracking_keys: TrackingKeys | None = None  # as they were last read
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Init:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedExperiment:
     """engine, view: the LoRAEngine that it is assigned to, or was told of, and what that engine says. serving_secret:
-    None where it is not to be served.
+    None where it is not to be served. tracking_keys: None where no tracker needs one.
     data_missing: why data.configMap could not be read; data_text: what it holds. priority: what priorityClassName comes
     to."""
 
@@ -114,6 +118,7 @@ class ObservedExperiment:
     priority: Priority
     memory: Memory
     serving_secret: ServingSecret | None = None
+    tracking_keys: TrackingKeys | None = None
 
     @property
     def report(self) -> ExperimentReport | None:

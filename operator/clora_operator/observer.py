@@ -34,6 +34,7 @@ from clora_operator.pod_trouble import told_trouble
 from clora_operator.priorities import NO_CLASS, PriorityClasses
 from clora_operator.resources import Engine, Experiment, Key, find_condition
 from clora_operator.tenancy import Namespaces
+from clora_operator.tracking_keys import TrackingKeys, needs_keys, read_keys
 
 SECRET_SECONDS = 30.0
 
@@ -71,6 +72,7 @@ class Observer:
         named = experiment.spec.priority_class_name if experiment.spec else None
         priority = await self._priorities.read(named) if named else NO_CLASS
         secret = await self._serving_secret(experiment, memory)
+        keys = await self._tracking_keys(experiment, memory)
         return ObservedExperiment(
             experiment=experiment,
             assignment=assignment,
@@ -80,8 +82,16 @@ class Observer:
             data_missing=missing,
             init=resolve_init(experiment, self._init_source(experiment)),
             priority=priority,
-            memory=replace(memory, data_text=text, failed=failed, silent_since=silent_since, serving_secret=secret),
+            memory=replace(
+                memory,
+                data_text=text,
+                failed=failed,
+                silent_since=silent_since,
+                serving_secret=secret,
+                tracking_keys=keys,
+            ),
             serving_secret=secret,
+            tracking_keys=keys,
         )
 
     async def _serving_secret(self, experiment: Experiment, memory: Memory) -> ServingSecret | None:
@@ -98,6 +108,18 @@ class Observer:
         token = decode_token(found, "token") if ours else None
         fit = token is not None and MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH
         return ServingSecret(name, token if fit else None, foreign=found is not None and not (ours and fit), at=now)
+
+    async def _tracking_keys(self, experiment: Experiment, memory: Memory) -> TrackingKeys | None:
+        """Read again after SECRET_SECONDS, as above, and for other trackers."""
+        trackers = needs_keys(experiment)
+        if not trackers:
+            return None
+        known, now = memory.tracking_keys, self._clock()
+        if known is not None and known.trackers == trackers and (now - known.at).total_seconds() < SECRET_SECONDS:
+            return known
+        return await asyncio.to_thread(
+            read_keys, trackers, lambda name: self._kube.secret(experiment.meta.namespace, name), now
+        )
 
     def _init_source(self, experiment: Experiment) -> Experiment | None:
         source = starts_from(experiment)

@@ -263,6 +263,7 @@ def arguments(spec: EngineSpec) -> list[str]:
     environments = [
         *(f"--environment={name}" for name in spec.environments.allowed),
         *(f"--environment-host={host}" for host in spec.environments.allowed_hosts),
+        *(f"--tracking-host={host}" for host in spec.tracking.allowed_hosts),
     ]
     datasets = [f"--hub-dataset={pattern}" for pattern in spec.hub_datasets]
     return ["serve", *(f"--{flag}={value}" for flag, value in flags.items()), *volumes, *datasets, *environments]

@@ -135,6 +135,7 @@ def test_slots_are_a_number_or_auto(api: Api, slots: int | str) -> None:
 # ------------------------------------------------------------------------------ refusals at creation
 
 VOLUME = {"volume": "sets", "path": "a/b.jsonl"}
+OFFLINE = {"kind": "MLflow", "mode": "Offline", "project": "p"}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,12 @@ VOLUME = {"volume": "sets", "path": "a/b.jsonl"}
         ({"data": {"builtin": "Generated", "file": VOLUME}}, "give exactly one source of data"),
         ({"data": {}}, "give exactly one source of data"),
         ({"stopWhen": {"atLeast": "0.9", "atMost": "1"}}, "give exactly one bound: atLeast or atMost"),
+        ({"tracking": [{"kind": "MLflow", "project": "p"}]}, "MLflow needs the url of its tracking server"),
+        ({"tracking": [{"kind": "WandB", "project": "p"}]}, "WandB needs a secretRef with an API key"),
+        ({"tracking": [OFFLINE | {"url": "http://a"}]}, "mode Offline reaches nobody: leave url and secretRef out"),
+        ({"tracking": [OFFLINE | {"entity": "team"}]}, "entity is a team of W&B: leave it out for MLflow"),
+        ({"tracking": [OFFLINE, OFFLINE]}, "Duplicate value"),
+        ({"tracking": [OFFLINE | {"project": "a/b"}]}, "spec.tracking[0].project"),
         ({"stopWhen": {"steps": 2}}, "give exactly one bound: atLeast or atMost"),
         ({"stopWhen": {"metric": "reward", "atLeast": "0.9"}}, 'supported values: "rewardMean", "evalAccuracy"'),
         ({"stopWhen": {"atLeast": "90%"}}, "must be a decimal number in quotes"),

@@ -21,6 +21,7 @@ class ExperimentCondition(StrEnum):
     SUCCEEDED = "Succeeded"  # maxSteps (or stopWhen) was reached
     FAILED = "Failed"  # it has failed and stays failed
     SERVED = "Served"  # tenants' requests are answered with its adapter; said once spec.serving was enabled
+    TRACKED = "Tracked"  # the trackers of spec.tracking get its metrics; said once it named one
 
 
 class EngineCondition(StrEnum):
@@ -74,6 +75,11 @@ class Reason(StrEnum):
     SECRET_IN_USE = "SecretInUse"  # noqa: S105 - the Secret for its token belongs to something else
     SECRET_REFUSED = "SecretRefused"  # noqa: S105 - by the API server, for a quota say
     NOT_ATTACHED = "NotAttached"  # it trains, and has no adapter on the engine now
+    # Tracked
+    TRACKING = "Tracking"
+    NOT_TRACKED = "NotTracked"  # spec.tracking names no tracker
+    TRACKING_FAILED = "TrackingFailed"  # one of them fails, and is tried again; the message says how
+    TRACKING_SECRET_UNUSABLE = "TrackingSecretUnusable"  # noqa: S105 - it, its key or its label is missing
     # Failed
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     DEADLINE_EXCEEDED = "DeadlineExceeded"

@@ -199,6 +199,18 @@ class Environments(ApiModel):
     )
 
 
+class EngineTracking(ApiModel):
+    """What the trackers of experiments may do (their spec.tracking)."""
+
+    allowed_hosts: list[HostPattern] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Hosts that trackers may send metrics and keys to: api.wandb.ai, with a port mlflow.team.svc:5000,"
+        " or all names below one, *.team.svc; empty: trackers write files only. The engine's own address, link-local"
+        " and metadata addresses and the API server's Service are never reached, whatever name leads there.",
+    )
+
+
 class EngineServing(ApiModel):
     """A second port, on which tenants reach the adapters of their own experiments and nothing else."""
 
@@ -290,6 +302,9 @@ class EngineSpec(ApiModel):
     )
     environments: Environments = Field(
         default_factory=Environments, description="Environments, and hosts, that experiments may use."
+    )
+    tracking: EngineTracking = Field(
+        default_factory=EngineTracking, description="What the trackers of experiments may do."
     )
     serving: EngineServing = Field(
         default_factory=EngineServing, description="A port on which tenants reach their adapters."

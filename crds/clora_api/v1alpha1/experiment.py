@@ -18,6 +18,7 @@ from clora_api.v1alpha1.base import (
     rules,
 )
 from clora_api.v1alpha1.conditions import State
+from clora_api.v1alpha1.tracking import Tracker
 
 MAX_OFF_POLICY_STEPS = 16
 MAX_WEIGHT = 1000
@@ -463,6 +464,13 @@ class ExperimentSpec(ApiModel):
         description="Serve the adapter over HTTP, on engines whose spec.serving is enabled. It can change at any time,"
         " also after the end.",
     )
+    tracking: list[Tracker] | None = Field(
+        None,
+        max_length=2,
+        description="Experiment trackers that get the metrics too, one of a kind at most. It can change at any time."
+        " Trouble with a tracker is said by condition Tracked and stops no training.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["kind"]},
+    )
     weight: int = Field(
         100,
         ge=1,
@@ -579,7 +587,8 @@ class ExperimentStatus(StatusModel):
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,
-        description="Accepted, Attached, Progressing, Succeeded, Failed; Served once spec.serving was enabled.",
+        description="Accepted, Attached, Progressing, Succeeded, Failed; Served once spec.serving was enabled; Tracked"
+        " once spec.tracking named a tracker.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     observed_generation: int = Field(0, ge=0, description="The generation of the spec that was last acted on.")

@@ -48,6 +48,11 @@ def test_images_hold_the_versions_that_were_tested(name: str) -> None:
     assert {package: tested.get(package) for package in held} == held
 
 
+@pytest.mark.parametrize("name", ["engine-cpu.txt", "engine-on-vllm.txt"])
+def test_engines_can_track(name: str) -> None:
+    assert {"wandb", "mlflow-skinny"} <= _pins(name).keys()
+
+
 def test_what_is_added_to_vllms_image_is_what_clora_allows() -> None:
     added = _pins("engine-on-vllm.txt")
     project = (REPOSITORY / "pyproject.toml").read_text()

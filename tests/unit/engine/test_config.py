@@ -78,6 +78,7 @@ def test_environments_and_their_hosts() -> None:
     config = parse("--environment=GSM8K", "--environment=HTTP", "--environment-host=a.svc:80", "--environment-host=*.b")
     assert config.environments == ("GSM8K", "HTTP")
     assert config.environment_hosts == ("a.svc:80", "*.b")
+    assert parse("--tracking-host=mlflow.svc:5000").tracking_hosts == ("mlflow.svc:5000",)
     assert not config.loopback_environments
     assert parse("--loopback-environments").loopback_environments
 

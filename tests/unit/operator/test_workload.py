@@ -98,6 +98,7 @@ def test_every_flag_is_one_of_the_engines() -> None:
         hubDatasets=["openai/gsm8k", "team/*"],
         environments={"allowed": ["GSM8K", "HTTP"], "allowedHosts": ["*.team.svc", "a.svc:8000"]},
         serving={"enabled": True},
+        tracking={"allowedHosts": ["api.wandb.ai"]},
     )
     assert of.spec is not None
     parser = argparse.ArgumentParser()
@@ -109,6 +110,7 @@ def test_every_flag_is_one_of_the_engines() -> None:
     assert config.hub_datasets == ("openai/gsm8k", "team/*")
     assert config.environments == ("GSM8K", "HTTP")
     assert config.environment_hosts == ("*.team.svc", "a.svc:8000")
+    assert config.tracking_hosts == ("api.wandb.ai",)
 
 
 def test_secrets_are_files() -> None:
