@@ -88,10 +88,12 @@ class Killable:
 class EngineProcess(Killable):
     """The simulated engine; what it commits and logs outlives a kill."""
 
-    def __init__(self, folder: Path, *, max_experiments: int = 4, max_rank: int = 32) -> None:
+    def __init__(
+        self, folder: Path, *, max_experiments: int = 4, max_rank: int = 32, max_off_policy_steps: int = 16
+    ) -> None:
         folder.mkdir(parents=True)
         self.storage, self._port = folder, free_port()
-        self._limits = (max_experiments, max_rank)
+        self._limits = (max_experiments, max_rank, max_off_policy_steps)
         self._token = folder / "token"
         self.set_token(TOKEN)
         self.endpoint = f"http://127.0.0.1:{self._port}"
@@ -101,6 +103,7 @@ class EngineProcess(Killable):
         command = [sys.executable, "-m", "tests.integration.simulated_engine", "--port", str(self._port)]
         command += ["--storage", str(self.storage), "--token-file", str(self._token)]
         command += ["--max-experiments", str(self._limits[0]), "--max-rank", str(self._limits[1])]
+        command += ["--max-off-policy-steps", str(self._limits[2])]
         with (self.storage / "engine.log").open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         wait_for(lambda: answers(f"{self.endpoint}/healthz"), "the simulated engine to answer", START_SECONDS)
@@ -330,9 +333,9 @@ class Stage:
         self._stack.callback(release, self._guests[-1])
         return self._guests[-1]
 
-    def start_engine(self, name: str = "main", *, max_experiments: int = 4, max_rank: int = 32) -> EngineProcess:
-        """An engine that answers, and its LoRAEngine."""
-        engine = EngineProcess(self._folder / name, max_experiments=max_experiments, max_rank=max_rank)
+    def start_engine(self, name: str = "main", **limits: int) -> EngineProcess:
+        """An engine that answers, and its LoRAEngine. `limits`: EngineProcess's."""
+        engine = EngineProcess(self._folder / name, **limits)
         self._stack.callback(engine.kill)
         engine.start()
         self.cluster.engine(engine.endpoint, name, labels={"pool": "tests"})

@@ -187,8 +187,11 @@ class Simulated:
 
 
 class Engine:
-    def __init__(self, storage: Path, max_experiments: int, max_rank: int) -> None:
+    def __init__(
+        self, storage: Path, max_experiments: int, max_rank: int, max_off_policy_steps: int | None = None
+    ) -> None:
         self.storage, self.max_experiments, self.max_rank = storage, max_experiments, max_rank
+        self.max_off_policy_steps = max_off_policy_steps
         path = storage / "epoch"
         self.epoch = int(path.read_text()) + 1 if path.exists() else 1
         path.write_text(str(self.epoch))
@@ -221,6 +224,7 @@ class Engine:
             version="0",
             max_experiments=self.max_experiments,
             max_rank=self.max_rank,
+            max_off_policy_steps=self.max_off_policy_steps,
             experiments=sum(e.report().occupying for e in self.experiments.values()),
             serves=True,
         )
@@ -408,7 +412,7 @@ def create_app(engine: Engine, token_file: Path) -> FastAPI:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    engine = Engine(arguments.storage, arguments.max_experiments, arguments.max_rank)
+    engine = Engine(arguments.storage, arguments.max_experiments, arguments.max_rank, arguments.max_off_policy_steps)
     app = create_app(engine, arguments.token_file)
     config = uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="warning")
     await uvicorn.Server(config).serve()
@@ -422,5 +426,6 @@ if __name__ == "__main__":
     parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("--max-experiments", type=int, default=4)
     parser.add_argument("--max-rank", type=int, default=32)
+    parser.add_argument("--max-off-policy-steps", type=int, default=None)
     known, _ = parser.parse_known_args()  # it stands in for `clora-engine serve`, whose other flags it needs not
     asyncio.run(_serve(known))

@@ -239,3 +239,18 @@ def test_an_engine_chosen_by_labels(stage: Stage) -> None:
     assert status(done)["engine"]["name"] == "free"
     assert uid in free.uids()
     assert uid not in full.uids()
+
+
+def test_labels_choose_an_engine_that_has_what_it_needs(stage: Stage) -> None:
+    small = stage.start_engine("a-small", max_off_policy_steps=1)
+    stage.start_operator()
+    cluster = stage.cluster
+    selector: dict[str, Any] = {"engineRef": None, "engineSelector": {"matchLabels": {"pool": "tests"}}}
+    uid = cluster.experiment("one", algorithm={"maxOffPolicySteps": 2}, **selector)
+    refused = condition(cluster.wait_reason("one", "Accepted", "DoesNotFit"), "Accepted")
+    lacks = "spec.algorithm.maxOffPolicySteps 2 is above its maxOffPolicySteps 1"
+    assert refused["message"].endswith(f"LoRAEngine a-small: {lacks}")
+    stage.start_engine("b-large", max_experiments=1, max_off_policy_steps=2)
+    done = cluster.wait_state("one", "Succeeded")
+    assert status(done)["engine"]["name"] == "b-large"
+    assert not small.events("attach", uid)
