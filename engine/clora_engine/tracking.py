@@ -155,6 +155,7 @@ class _Fed:
         self.process: asyncio.subprocess.Process | None = None
         self._changed = changed
         self._bytes = 0
+        self._tries = 0  # in a row
         self._end: protocol.End | None = None
         self._news = asyncio.Event()
         first = [old._task for old in before]
@@ -199,7 +200,6 @@ class _Fed:
         if self.start.needs_key and self.start.key is None:
             self._say("its Secret, or the key in it, is not there")
             return
-        tries = 0
         while True:
             try:
                 await self._live()
@@ -209,8 +209,8 @@ class _Fed:
             if self._end is not None:
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended(), PAUSES[min(tries, len(PAUSES) - 1)])
-            tries += 1
+                await asyncio.wait_for(self._ended(), PAUSES[min(self._tries, len(PAUSES) - 1)])
+            self._tries += 1
 
     async def _ended(self) -> None:
         while self._end is None:
@@ -300,7 +300,10 @@ class _Fed:
         match said:
             case protocol.Trouble(message=message):
                 raise _Failed(message)
+            case protocol.Sent(step=step) if order is self.start:
+                self._say(self.problem, step)  # it is over once steps are taken again
             case protocol.Sent(step=step):
+                self._tries = 0
                 self._say("", step)
             case protocol.Ended():
                 pass

@@ -6,6 +6,7 @@ the server, or read from its own files: what a killed process had not written ye
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ class WandbSink:
     """
 
     def __init__(self, start: Start, workspace: Path, proxy: str | None) -> None:
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # to its makers; read when it is imported
         import wandb
 
         folder = Path(start.folder) / "tracking"
@@ -64,7 +66,8 @@ def _recorded(folder: Path) -> Iterator[int]:
 
 
 def _settings(start: Start, workspace: Path, proxy: str | None) -> dict[str, Any]:
-    """Nothing of the engine's machine, code or packages is recorded: they are no business of the tenant's."""
+    """Nothing of the engine's machine, code or packages is recorded: they are no business of the tenant's. No file is
+    uploaded: they go to other hosts (the server's storage), and hold nothing that the server does not get anyway."""
     return {
         "mode": "online" if start.online else "offline",
         "api_key": start.key,
@@ -78,4 +81,5 @@ def _settings(start: Start, workspace: Path, proxy: str | None) -> dict[str, Any
         "x_disable_meta": True,
         "x_disable_machine_info": True,
         "x_save_requirements": False,
+        "ignore_globs": ("*",),
     }

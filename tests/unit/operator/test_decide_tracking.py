@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clora_api.control import Phase, ReportedTracker, spec_digest
+from clora_api.control import DesiredExperiment, Phase, ReportedTracker, spec_digest
 from clora_operator.cache import Cache
 from clora_operator.decide import decide_experiment
 from clora_operator.desired import keys_digest, token_digest
@@ -130,6 +130,7 @@ def test_the_engine_is_told_the_key_once_and_again_when_it_is_another() -> None:
     assert isinstance(put, PutOnEngine)
     assert put.desired.tracking_keys == {"WandB": KEY}
     assert KEY not in repr(put)
+    assert DesiredExperiment.model_validate(put.desired.to_api()) == put.desired
     told = Memory(wants_slot=True, answer=Answer(spec_digest(put.desired), ago(1), keys=keys_digest(put.desired)))
     assert decide(of, secret(), view=view(report(of)), memory=told).actions == ()
     (again,) = decide(of, secret(b"another-key"), view=view(report(of)), memory=told).actions
