@@ -1,9 +1,9 @@
 """What clora adds inside vLLM's own processes. vLLM loads it by the entry point `vllm.general_plugins`.
 
 The plugin is inert unless clora's sampler started the process (`ENGINE_PID` is set): another vLLM that is installed in
-the same environment is left as it is. It does two things: every core and worker process ends with the engine that
-started it, and on vLLM's CPU platform LoRA is computed by `lora_kernel.cpp` in place of the stock kernel, which is
-wrong for base-model rows when all LoRA slots are full, and several times slower. Nothing is changed on a GPU.
+the same environment is left as it is. Every core and worker process ends with the engine that started it. On vLLM's CPU
+platform LoRA is computed by `lora_kernel.cpp` in place of the stock kernel, which is wrong for base-model rows when all
+LoRA slots are full, and several times slower; and tokens are drawn by `cpu_sampling.py`. Nothing is changed on a GPU.
 """
 
 from __future__ import annotations
@@ -32,3 +32,7 @@ def register() -> None:
     if current_platform.is_cpu():
         kernel = "clora_engine.vllm_plugin.cpu_wrapper.KernelPunicaWrapper"
         type(current_platform).get_punica_wrapper = classmethod(lambda cls: kernel)
+
+        from clora_engine.vllm_plugin import cpu_sampling
+
+        cpu_sampling.install()
