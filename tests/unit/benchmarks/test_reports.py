@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import operator_scale, sampler_table
+from benchmarks import operator_scale, sampler_table, trainer_table
 from benchmarks.report import Spread
 from benchmarks.roofline import Rates, Sizes, run_seconds
 
@@ -43,7 +43,14 @@ def test_a_spread_is_median_and_range() -> None:
     assert str(Spread.of([3.0, 1.0, 2.5])) == "2.50 (1.00–3.00)"
 
 
-@pytest.mark.parametrize(("name", "render"), [("sampler", sampler_table.render), ("operator", operator_scale.render)])
+@pytest.mark.parametrize(
+    ("name", "render"),
+    [
+        ("sampler", sampler_table.render),
+        ("trainer", trainer_table.render),
+        ("operator", operator_scale.render),
+    ],
+)
 def test_the_documented_table_is_rendered_from_its_measurements(
     name: str, render: Callable[[dict[str, Any]], str]
 ) -> None:
