@@ -25,12 +25,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from clora_engine import peft_io
-from clora_engine.adapter_state import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, VECTORS, AdapterState
+from clora_engine.adapter_state import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, VECTORS
 from clora_engine.errors import CapacityError, EngineError, UserError
-from clora_engine.lora import Layout, ModuleShape, initialise, match_targets, rank_bucket
-from clora_engine.store import AdapterStore, Slot
+from clora_engine.lora import Layout
+from clora_engine.store import Slot
 from clora_engine.trainer_adam import adam_step, check_adam
+from clora_engine.trainer_adapters import Adapters
 from clora_engine.trainer_base import BaseModel
 from clora_engine.trainer_device import is_device_failure
 from clora_engine.trainer_lora import Live
@@ -38,7 +38,7 @@ from clora_engine.trainer_memory import is_out_of_memory
 from clora_engine.trainer_packing import MicroBatch, check_loss, check_rows, longest, micro_batches, plain_tokens
 from clora_engine.trainer_pass import Request, Totals, accumulate, add_up
 from clora_engine.trainer_ranks import Ranks
-from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
+from clora_engine.types import AdamParams, ForwardBackwardResult, Loss, OptimResult, Row
 
 log = logging.getLogger("clora.trainer")
 
@@ -49,14 +49,12 @@ TOGETHER = {"cpu": 1024}
 A GPU is faster with all that fits."""
 
 
-class Trainer:
+class Trainer(Adapters):
     """Serves one command at a time on one device.
 
-    base: the wrapped model. model_name: what exports name as their base model. max_rank: the highest rank accepted.
     tokens_per_microbatch: positions computed in one pass, padding included; a prompt and a completion of it must fit.
-    host_limit_bytes: for all adapters; what is beyond goes to files in spill_directory, or is refused without one.
     slots: adapters on the device at once, and so in one pass. share: shared prompts and merged twins; without it every
-    completion is a row of its own (for comparisons: it only costs). ranks: of which this trainer is one.
+    completion is a row of its own (for comparisons: it only costs). For the others see Adapters.
     """
 
     def __init__(
@@ -72,113 +70,24 @@ class Trainer:
         share: bool = True,
         ranks: Ranks | None = None,
     ) -> None:
-        self._base = base
-        self.ranks = ranks or Ranks()
-        self._model_name = model_name
-        self.max_rank = max_rank
+        super().__init__(
+            base,
+            model_name=model_name,
+            max_rank=max_rank,
+            host_limit_bytes=host_limit_bytes,
+            slots=slots,
+            spill_directory=spill_directory,
+            ranks=ranks,
+        )
         self.tokens_per_microbatch = tokens_per_microbatch
         self._share = share
         self._together = TOGETHER.get(base.device.type)
-        self._layouts: dict[tuple[tuple[ModuleShape, ...], int], Layout] = {}
-        self.store = AdapterStore(
-            device=base.device,
-            slots=slots,
-            slot_floats=self._layout(base.modules, rank_bucket(max_rank)).numel,
-            host_limit_bytes=host_limit_bytes,
-            spill_directory=spill_directory,
-        )
         self._bound: list[tuple[Slot, Layout, float]] = []
 
     @property
     def longest_row(self) -> int:
         """The longest prompt and completion together, in tokens."""
         return min(self._base.max_positions, self.tokens_per_microbatch)
-
-    @property
-    def slots(self) -> int:
-        """Adapters that one pass can train."""
-        return self.store.slots
-
-    @slots.setter
-    def slots(self, slots: int) -> None:
-        self.store.slots = slots
-
-    # ------------------------------------------------------------------------------------- life of an adapter
-
-    def create(self, adapter: str, config: LoraConfig) -> AdapterInfo:
-        """A new adapter at its start (B zero, so it equals the base model).
-
-        Raises UserError for a config that does not fit the base model, CapacityError when the host is full, and
-        EngineError (AdapterExists) when the name is taken.
-        """
-        if adapter in self.store:
-            raise EngineError(f"the trainer already has an adapter {adapter!r}", reason="AdapterExists")
-        with self.ranks.together():
-            state = self.store.new_state(config, self._layout_for(config))
-            initialise(state.layout, config, state.vectors[MASTER])
-        self.store.put(adapter, state)
-        return self._info(state)
-
-    def load(
-        self,
-        adapter: str,
-        directory: Path,
-        *,
-        optimizer: bool,
-        config: LoraConfig | None = None,
-        frozen: bool = False,
-    ) -> AdapterInfo:
-        """An adapter from a PEFT directory, with its optimizer state or with a fresh one; it replaces an adapter of
-        this name once everything is read and checked. With `config`, the directory must hold an adapter of its rank,
-        alpha and target modules. frozen: it is there for its log-probs, cannot be trained, and takes a quarter of the
-        memory; it has no optimizer state.
-
-        Raises CheckpointError (names file and tensor) when files are missing or damaged, UserError when the adapter is
-        of a kind, rank or shape that is not trained here.
-        """
-        assert not (optimizer and frozen), "what is never trained has no optimizer state"
-        with self.ranks.together():
-            found = peft_io.read_config(directory)
-            layout = self._layout_for(found)
-            if config is not None:
-                self._check_same(found, config)
-                found = LoraConfig(
-                    rank=config.rank, alpha=config.alpha, target_modules=config.target_modules, seed=config.seed
-                )
-            state = self.store.new_state(found, layout, replacing=adapter, frozen=frozen)
-            peft_io.read_adapter(directory, state)
-            if optimizer:
-                peft_io.read_optimizer(directory, state)
-        self.store.put(adapter, state)
-        return self._info(state)
-
-    def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
-        """Writes the adapter as a PEFT directory, and its optimizer state if asked; made if absent, files fsynced."""
-        if optimizer:
-            self._trainable(adapter)
-        with self.ranks.together():
-            state = self.store.sync(adapter)
-            if self.ranks.rank == 0:
-                peft_io.write(
-                    directory,
-                    state,
-                    model_name=self._model_name,
-                    available=self._base.modules,
-                    optimizer=optimizer,
-                )
-
-    def export(self, adapter: str, directory: Path) -> None:
-        """Writes the adapter as the sampler wants it (peft_io.write_version); `directory` is made if absent."""
-        with self.ranks.together():
-            state = self.store.sync(adapter)
-            if self.ranks.rank == 0:
-                peft_io.write_version(directory, state, model_name=self._model_name, available=self._base.modules)
-
-    def delete(self, adapter: str) -> None:
-        """Forgets the adapter; nothing of it remains in its slot."""
-        self.store.delete(adapter)
-
-    # ------------------------------------------------------------------------------------- training
 
     def forward_backward(self, adapter: str, rows: Sequence[Row], loss: Loss) -> ForwardBackwardResult:
         """Adds the gradient of `loss` over `rows` to the adapter's; all or nothing.
@@ -280,13 +189,6 @@ class Trainer:
         # A sequence longer than a micro-batch would need memory that nobody planned for, and on a CPU running out of
         # memory ends the process for every tenant.
         check_rows(rows, vocabulary=self._base.vocabulary, max_positions=self.longest_row)
-
-    def _trainable(self, adapter: str) -> None:
-        if self.store.state(adapter).frozen:
-            raise EngineError(
-                f"adapter {adapter!r} is frozen: it cannot be trained and has no optimizer state",
-                reason="AdapterFrozen",
-            )
 
     def _fault(self, request: Request) -> EngineError | None:
         """What is wrong with a call before anything is computed."""
@@ -390,33 +292,3 @@ class Trainer:
     def _free_device(self) -> None:
         if self._base.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _layout_for(self, config: LoraConfig) -> Layout:
-        if not 1 <= config.rank <= self.max_rank:
-            raise UserError(f"lora.rank is {config.rank}; this engine takes 1 to {self.max_rank}", field="lora.rank")
-        if config.alpha < 1:
-            raise UserError(f"lora.alpha is {config.alpha}; it must be at least 1", field="lora.alpha")
-        return self._layout(match_targets(config.target_modules, self._base.modules), rank_bucket(config.rank))
-
-    def _layout(self, modules: tuple[ModuleShape, ...], bucket: int) -> Layout:
-        # One object per layout, so that its placements are worked out once.
-        return self._layouts.setdefault((modules, bucket), Layout(modules, bucket))
-
-    def _check_same(self, found: LoraConfig, wanted: LoraConfig) -> None:
-        for name in ("rank", "alpha"):
-            if getattr(found, name) != getattr(wanted, name):
-                raise UserError(
-                    f"the saved adapter has {name} {getattr(found, name)}, the experiment lora.{name} "
-                    f"{getattr(wanted, name)}; they must be the same",
-                    field=f"lora.{name}",
-                )
-        if self._layout_for(found).modules != self._layout_for(wanted).modules:
-            raise UserError(
-                "the saved adapter and the experiment's lora.targetModules name different modules",
-                field="lora.targetModules",
-            )
-
-    def _info(self, state: AdapterState) -> AdapterInfo:
-        return AdapterInfo(
-            parameters=state.layout.parameters(state.config.rank), host_bytes=state.host_bytes, step=state.step
-        )

@@ -18,12 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -32,9 +28,10 @@ import msgspec
 
 from clora_engine import trainer_protocol as protocol
 from clora_engine.busy_clock import BusyClock
-from clora_engine.config import SLEEPING_THREADS
 from clora_engine.errors import EngineError, TrainerDied
+from clora_engine.trainer_calls import Call, joining, next_call
 from clora_engine.trainer_cut import count_trained, cut, joined_logprobs, joined_results, trained
+from clora_engine.trainer_launch import launch
 from clora_engine.trainer_wire import apart, decoded_logprobs, encoded, tokens_of
 from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
 
@@ -47,30 +44,6 @@ _MEANING = {
     protocol.EXIT_DEVICE_FAILED: " (its device has failed)",
 }
 PASSES_PER_CALL = 16  # micro-batches after which another adapter's turn comes: seconds, and many to one swap
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """`bodies`: the pieces to be sent, one after the other, once it is `ready`; `answers`: to those that were.
-    `tokens`: of a forward_backward, about as many positions as it computes; 0 for every other command."""
-
-    adapter: str | None
-    kind: type
-    future: asyncio.Future[list[bytes]]
-    tokens: int = 0
-    bodies: deque[bytes] = field(default_factory=deque)
-    ready: bool = False
-    answers: list[bytes] = field(default_factory=list)
-
-    @property
-    def quick(self) -> bool:
-        """No pass through the model."""
-        return self.kind not in (protocol.ForwardBackward, protocol.Forward)
-
-    @property
-    def halved(self) -> bool:
-        """Whether it leaves half a gradient when it ends now."""
-        return self.kind is protocol.ForwardBackward and bool(self.answers and self.bodies)
 
 
 class TrainerClient:
@@ -87,8 +60,8 @@ class TrainerClient:
         self.info: protocol.StartInfo
         self.busy = BusyClock()
         self._process, self._reader, self._writer = process, reader, writer
-        self._queue: deque[_Call] = deque()
-        self._current: list[_Call] = []
+        self._queue: deque[Call] = deque()
+        self._current: list[Call] = []
         self._half: set[str | None] = set()  # adapters that have the gradient of half a call
         self._last_words = ""  # of the process
         self._tokens_per_pass = 0
@@ -125,20 +98,7 @@ class TrainerClient:
         arguments are Trainer's. Raises UserError for a model that cannot be trained or does not fit, and TrainerDied
         when the process ends before it is ready.
         """
-        threads = max(1, threads // processes)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "clora_engine.trainer_process", "--fd", str(theirs.fileno())),
-                *("--threads", str(threads), "--processes", str(processes)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr,
-                pass_fds=(theirs.fileno(),),
-                env=_environment(device, threads, processes),
-            )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        client = cls(process, reader, writer)
+        client = cls(*await launch(device, max(1, threads // processes), processes))
         command = protocol.Start(
             model_path=model_path,
             model_name=model_name,
@@ -255,7 +215,7 @@ class TrainerClient:
         if self.death is not None or self._closing:
             raise TrainerDied(str(self.death or "the trainer was closed"))
         positions = max(tokens, 1) if kind is protocol.ForwardBackward else 0
-        call = _Call(adapter, kind, asyncio.get_running_loop().create_future(), positions)
+        call = Call(adapter, kind, asyncio.get_running_loop().create_future(), positions)
         self._queue.append(call)
         try:
             for command in await apart(adapter, tokens, commands):
@@ -292,24 +252,16 @@ class TrainerClient:
             self._process.kill()
         self._end(await lost)
 
-    def _take(self) -> list[_Call]:
-        """Takes the next call off the queue, and those that join it: of other adapters, each its adapter's first that
-        waits, together no more than a micro-batch of each process holds."""
+    def _take(self) -> list[Call]:
+        """Takes the next call off the queue, and those that join it."""
         waiting = [call for call in self._queue if self._waits(call)]
-        taken, passed = _next(waiting), set[str | None]()
-        tokens = taken[0].tokens if taken else 0
-        if tokens:
-            for call in waiting:
-                fits = tokens + call.tokens <= self._tokens_per_pass and len(taken) < self.info.slots
-                small = call.ready and all(0 < one.tokens < self.info.join_below for one in (taken[0], call))
-                if small and fits and call.adapter not in passed and call is not taken[0]:
-                    taken.append(call)
-                    tokens += call.tokens
-                passed.add(call.adapter)
+        taken = next_call(waiting)
+        if taken and taken[0].tokens:
+            taken += joining(taken[0], waiting, self.info, self._tokens_per_pass)
         self._queue = deque(call for call in waiting if call not in taken)
         return taken
 
-    def _waits(self, call: _Call) -> bool:
+    def _waits(self, call: Call) -> bool:
         """Whether it is still to be made; the end of one that is not is seen to."""
         trains = call.kind in (protocol.ForwardBackward, protocol.OptimStep)
         if call.future.done() and call.halved:
@@ -322,7 +274,7 @@ class TrainerClient:
             )
         return not call.future.done()
 
-    async def _exchange(self, calls: list[_Call]) -> None:
+    async def _exchange(self, calls: list[Call]) -> None:
         body = calls[0].bodies[0]
         if calls[0].tokens:
             then = next((call.adapter for call in self._queue if call.adapter is not None), None)
@@ -341,7 +293,7 @@ class TrainerClient:
         for call, answer in zip(calls, replies, strict=True):
             self._answered(call, answer)
 
-    def _answered(self, call: _Call, answer: protocol.Reply) -> None:
+    def _answered(self, call: Call, answer: protocol.Reply) -> None:
         if answer.failure is None:
             call.bodies.popleft()
             call.answers.append(bytes(answer.result))
@@ -368,34 +320,3 @@ class TrainerClient:
         self._writer.close()
         if not self._closing:
             self.died.set()
-
-
-def _next(waiting: list[_Call]) -> list[_Call]:
-    """The call whose turn it is, none if none is ready: of those with no other of their adapter before them the first
-    quick one, else the oldest. An optimizer step, or an export, that waited for the passes of others would hold up its
-    whole experiment and drive all of them into lock-step."""
-    passed = set[str | None]()
-    first: list[_Call] = []
-    for call in waiting:
-        if call.ready and call.adapter not in passed:
-            if call.quick:
-                return [call]
-            first = first or [call]
-        passed.add(call.adapter)
-    return first
-
-
-def _environment(device: str, threads: int, processes: int) -> dict[str, str]:
-    """The parent's environment with the devices and the threads that torch reads at import."""
-    environment = dict(os.environ)
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if device.startswith("cuda"):
-        first = int(device.partition(":")[2] or 0)
-        every = visible.split(",") if visible else [str(index) for index in range(first + processes)]
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + processes])
-        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic cuBLAS
-    else:
-        environment |= {"CUDA_VISIBLE_DEVICES": ""} | SLEEPING_THREADS
-    environment["OMP_NUM_THREADS"] = str(threads)
-    environment["HF_HUB_OFFLINE"] = "1"
-    return environment
