@@ -37,7 +37,7 @@ class WandbSink:
             entity=start.entity,
             name=start.run_name,
             id=start.uid,
-            resume="allow" if start.online else None,
+            resume="allow",
             config={"clora": start.config},
             dir=str(workspace if start.online else folder),
             settings=wandb.Settings(**settings),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,16 @@ class Run:
         """Until the tracker's own files have `least` steps, or everything."""
         while stored() < least and self.tracking.report()[0].step != last:  # noqa: ASYNC110 - its files have no event
             await asyncio.sleep(0.01)
+
+    async def killed(self) -> None:
+        """Kills its one tracker's process, and waits for the next."""
+        (tracker,) = self.tracking._trackers.values()
+        dead = tracker.process
+        assert dead is not None
+        os.killpg(dead.pid, signal.SIGKILL)
+        async with asyncio.timeout(SECONDS):
+            while tracker.process is dead:  # noqa: ASYNC110 - nobody else wants to know
+                await asyncio.sleep(0.01)
 
     async def end(self, succeeded: bool | None = True) -> None:
         self.tracking.end(succeeded)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,17 @@ import pytest
 
 from clora_engine import tracking
 from tests.unit.engine.loop import UID
-from tests.unit.engine.tracking.fixtures import Run, anywhere, children, expected, seen_by_others, tracked, workspace
+from tests.unit.engine.tracking.fixtures import (
+    SECONDS,
+    WANDB,
+    Run,
+    anywhere,
+    children,
+    expected,
+    seen_by_others,
+    tracked,
+    workspace,
+)
 from tests.unit.engine.tracking.wandb_server import Server, serving
 
 KEY = "0123456789abcdef" * 2 + "01234567"  # W&B's have forty characters
@@ -66,3 +78,22 @@ async def test_a_key_that_is_refused_is_said(tmp_path: Path, monkeypatch: Any) -
         await run.sent(0)
         await run.end()
     assert server.steps() == expected(1)
+
+
+async def test_wandb_sync_joins_what_was_kept_offline(tmp_path: Path) -> None:
+    """Each life of a tracker has made a folder of its own."""
+    run = Run(tmp_path, tracked(WANDB))
+    for first in (0, 2):
+        run.begin()
+        run.step(first)
+        run.step(first + 1)
+        await run.sent(first + 1)
+        await run.end(None)
+    folders = sorted(map(str, (run.folder / "tracking" / "wandb").glob("offline-run-*")))
+    assert len(folders) == 2
+    async with serving() as server:
+        environment = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.port}", "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
+        command = (sys.executable, "-m", "wandb", "sync", *folders)
+        sync = await asyncio.create_subprocess_exec(*command, env=environment, cwd=tmp_path)
+        assert await asyncio.wait_for(sync.wait(), SECONDS) == 0
+    assert server.steps() == expected(4)

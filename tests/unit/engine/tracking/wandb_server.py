@@ -30,6 +30,8 @@ class Server:
         if self.status != 200:
             return web.json_response({"errors": [{"message": "no"}]}, status=self.status)
         data = await request.read()
+        if request.path.startswith("/upload/"):
+            return web.Response()
         body = json.loads(data)
         if request.path == "/graphql":
             return web.json_response({"data": self._graphql(body["query"], body.get("variables") or {})})
@@ -45,7 +47,9 @@ class Server:
             inserted, self.run = not self.run, self.run or variables
             bucket = {"id": "b", "name": variables["name"], "displayName": "d", "config": "{}", "project": project}
             return {"upsertBucket": {"bucket": bucket | {"historyLineCount": len(self.rows)}, "inserted": inserted}}
-        raise AssertionError(query)
+        assert "CreateRunFiles" in query, query
+        files = [{"name": f, "uploadUrl": f"http://127.0.0.1:{self.port}/upload/{f}"} for f in variables["files"]]
+        return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
 
     def _known(self) -> Any:
         last = [json.dumps(self.rows[max(self.rows)])] if self.rows else []
