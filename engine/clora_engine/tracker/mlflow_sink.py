@@ -30,8 +30,7 @@ class MlflowSink:
         self._client: Any = MlflowClient(start.url if start.online else folder.as_uri())
         self._run = self._found_or_made(start)
         run = self._client.get_run(self._run)
-        said = run.data.tags.get(STEP_TAG)
-        self.last = int(said) if said is not None else None
+        self.last = self._last_whole_step(run)
         self._begun = self.last  # what comes right after it may be there in part
         if run.info.status != "RUNNING":
             self._client.update_run(self._run, status="RUNNING")
@@ -51,6 +50,15 @@ class MlflowSink:
     def end(self, succeeded: bool | None) -> None:
         if succeeded is not None:
             self._client.set_terminated(self._run, "FINISHED" if succeeded else "FAILED")
+
+    def _last_whole_step(self, run: Any) -> int | None:
+        """As the tag says. In a folder a kill can leave it empty; then all before the last number are whole."""
+        said = run.data.tags.get(STEP_TAG)
+        if said != "":
+            return int(said) if said is not None else None
+        histories = (self._client.get_metric_history(self._run, name) for name in run.data.metrics)
+        last = max((metric.step for history in histories for metric in history), default=0)
+        return last - 1 if last else None
 
     def _found_or_made(self, start: Start) -> str:
         from mlflow.exceptions import MlflowException

@@ -90,6 +90,24 @@ async def test_a_step_that_was_sent_in_part_is_completed(tmp_path: Path) -> None
     assert in_mlflow(run.folder) == expected(3)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+async def test_a_last_step_that_a_kill_left_unsaid_is_found(tmp_path: Path, steps: int) -> None:
+    """MLflow empties a tag's file before it writes it anew."""
+    run = Run(tmp_path, tracked(MLFLOW))
+    run.begin()
+    for step in range(steps):
+        run.step(step)
+    await run.sent(steps - 1)
+    await run.end(None)
+    (tag,) = (run.folder / "tracking" / "mlruns").glob("*/*/tags/clora.step")
+    tag.write_text("")
+    run.begin()
+    run.step(steps)
+    await run.sent(steps)
+    await run.end()
+    assert in_mlflow(run.folder) == expected(steps + 1)
+
+
 @BOTH
 async def test_a_paused_run_goes_on(tmp_path: Path, tracker: dict[str, Any]) -> None:
     run = Run(tmp_path, tracked(tracker))
