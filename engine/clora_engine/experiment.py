@@ -18,19 +18,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import msgspec
-from pydantic.alias_generators import to_camel
 
 from clora_api.control import (
     OCCUPYING,
     DesiredExperiment,
     ExperimentReport,
     Phase,
-    ReportedBest,
-    ReportedCheckpoint,
     ReportedServing,
     RunMode,
     spec_digest,
@@ -39,23 +33,17 @@ from clora_engine import plan as planning
 from clora_engine import stop_when
 from clora_engine.after_end import AfterEnd
 from clora_engine.errors import CheckpointError, EngineError, StorageFullError, TrainerDied, UserError
+from clora_engine.first_weights import load_first_weights
 from clora_engine.journal import Commit, Journal
 from clora_engine.patience import Patience
 from clora_engine.plan import Plan
 from clora_engine.progress import Progress
+from clora_engine.reported import TOKEN_TAKEN, reported_best, reported_checkpoint, reported_serving, reported_version
+from clora_engine.result import read_result, write_result
 from clora_engine.tracking import Tracking
 from clora_engine.training import Services, StepOutcome, Training
 
 log = logging.getLogger(__name__)
-
-IMMUTABLE = ("lora", "environment", "data", "init_from")
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """result.json: how it ended for good. `report` is the last ExperimentReport as JSON."""
-
-    phase: str
-    report: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -125,11 +113,7 @@ class Experiment:
         """Raises UserError when `desired` changes what cannot change, or asks for what this engine does not take; it
         then goes on as it was."""
         planning.check(desired.spec, self._services.config)
-        for field in IMMUTABLE:
-            if getattr(desired.spec, field) != getattr(self.desired.spec, field):
-                raise UserError(f"{to_camel(field)} cannot change: create a new experiment", field=to_camel(field))
-        if desired.spec.algorithm.estimator != self.desired.spec.algorithm.estimator:
-            raise UserError("algorithm.estimator cannot change", field="algorithm.estimator")
+        planning.check_change(self.desired.spec, desired.spec)
 
     def take_token(self, token: str | None) -> None:
         """Who may ask it is no matter of the spec, and takes effect whatever becomes of that."""
@@ -256,7 +240,7 @@ class Experiment:
         await asyncio.to_thread(self._forget_what_failed, (commit.manifest.step if commit else 0) + 1)
         trainer, uid = self._services.trainer, self.desired.uid
         if commit is None:
-            await self._load_start(plan)
+            await load_first_weights(plan, self.desired, self._services, self._epoch)
             self._take(await self._training.begin(plan))
         else:
             await trainer.load(uid, commit.folder, optimizer=True, config=plan.lora)
@@ -281,43 +265,6 @@ class Experiment:
         if plan.samples:
             self._remaining = plan.remaining_tokens(self._progress.step, self._progress.step_tokens)
             self._services.sampler.register(self.desired.uid, self.desired.spec.weight, self._remaining)
-
-    async def _load_start(self, plan: Plan) -> None:
-        """The adapter's first weights: fresh, or those that initFrom names."""
-        trainer, uid = self._services.trainer, self.desired.uid
-        source = self.desired.init_source
-        if source is not None:
-            folder = await asyncio.to_thread(self._init_commit_folder)
-            assert plan.spec.init_from is not None
-            await trainer.load(uid, folder, optimizer=plan.spec.init_from.optimizer, config=plan.lora)
-        elif plan.init_folder is not None:
-            await trainer.load(uid, plan.init_folder, optimizer=False, config=plan.lora)
-        elif plan.spec.init_from is not None:
-            raise UserError("initFrom.experiment was not resolved", field="initFrom.experiment")
-        else:
-            await trainer.create(uid, plan.lora)
-
-    def _init_commit_folder(self) -> Any:
-        """The folder of the commit to start from. Raises UserError: another tenant's, or none."""
-        source = self.desired.init_source
-        assert source is not None
-        journal = Journal(self._services.config.storage, source.uid, self._epoch)
-        owner = journal.owner()
-        if owner is None or owner.namespace != self.desired.namespace:
-            raise UserError(
-                "the experiment to start from has no commits on this engine's storage",
-                reason="InitFromNotFound",
-                field="initFrom.experiment",
-            )
-        try:
-            commit = journal.read_commit(source.step)
-        except CheckpointError as error:
-            raise UserError(str(error), reason="InitFromNotFound", field="initFrom.experiment.step") from None
-        if commit is None:
-            raise UserError(
-                f"{owner.name} has no commits yet", reason="InitFromNotFound", field="initFrom.experiment.name"
-            )
-        return commit.folder
 
     async def _leave(self, plan: Plan) -> None:
         """Everything made is committed before the slot is left, and before anything is waited for: an environment that
@@ -425,13 +372,13 @@ class Experiment:
             field=self._outcome.field,
             retryable=self._outcome.retryable,
             adapter_loaded=self._loaded,
-            adapter_version="" if published is None else f"{self.desired.name}@{published}",
+            adapter_version=reported_version(self.desired, published),
             adapter_digest=commit.digest if commit else "",
             progress=self._progress.report(
                 self.desired.spec.max_steps, self._activity if self.phase is Phase.RUNNING else ""
             ),
             checkpoint=reported_checkpoint(commit, self._services.config.storage) if commit else None,
-            best=_reported_best(commit),
+            best=reported_best(commit),
             serving=self._report_serving(),
             keeps_slot=self.keeps_slot,
             tracking=self._tracking.report(),
@@ -441,17 +388,13 @@ class Experiment:
         if self._services.config.tenant_port is None or self.desired.serving_token is None:
             return None
         if self.token_taken:
-            problem = "its token is another experiment's: delete its Secret, so that a new one is made"
-            return ReportedServing(problem=problem)
+            return ReportedServing(problem=TOKEN_TAKEN)
         step = self._progress.published_step if self._loaded else self._after.step
-        version = "" if step is None else f"{self.desired.name}@{step}"
-        problem = "" if version else self._after.problem
-        return ReportedServing(version=version, problem=problem, weight=self.desired.spec.weight)
+        return reported_serving(self.desired, step, self._after.problem)
 
     async def _write_result(self) -> None:
         report = self.report(0).model_copy(update={"phase": Phase.SUCCEEDED})
-        result = Result(phase=report.phase.value, report=report.to_api())
-        await asyncio.to_thread(self._journal.write_json, "result.json", msgspec.json.encode(result))
+        await asyncio.to_thread(write_result, self._journal, report)
 
     def restore_end(self) -> None:
         """It has ended in an earlier life, as the operator knows, whatever its files say. Raises CheckpointError when
@@ -465,24 +408,10 @@ class Experiment:
 
     def restore_result(self) -> bool:
         """Whether it has succeeded in an earlier life; it is then shown as it ended, and never run again."""
-        data = self._journal.read_json("result.json")
-        if data is None:
-            return False
-        last = ExperimentReport.model_validate(msgspec.json.decode(data, type=Result).report)
-        if last.namespace != self.desired.namespace:
+        last = read_result(self._journal, self.desired.namespace)
+        if last is None:
             return False
         self.phase = Phase.SUCCEEDED
         self._commit = self._journal.read_commit()
         self._progress.end(last.progress)
         return True
-
-
-def reported_checkpoint(commit: Commit, storage: Path, best: int | None = None) -> ReportedCheckpoint:
-    """A commit as the control API shows it: by its path within the storage. best: the step of the best commit."""
-    path, step = str(commit.folder.relative_to(storage)), commit.manifest.step
-    return ReportedCheckpoint(step=step, path=path, digest=commit.digest, best=step == best)
-
-
-def _reported_best(commit: Commit | None) -> ReportedBest | None:
-    best = commit.manifest.best if commit else None
-    return ReportedBest(step=best.step, metric=best.metric, value=best.value) if best else None

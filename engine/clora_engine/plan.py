@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic.alias_generators import to_camel
+
 from clora_api.control import DesiredExperiment
 from clora_api.v1alpha1.base import number
 from clora_api.v1alpha1.experiment import Data as DataSpec
@@ -26,6 +28,8 @@ from clora_engine.environments import http_addresses
 from clora_engine.environments.protocol import EnvironmentFactory
 from clora_engine.errors import UserError
 from clora_engine.types import AdamParams, LoraConfig, SamplingParams
+
+IMMUTABLE = ("lora", "environment", "data", "init_from")
 
 MAX_STEP_TOKENS = 1 << 24
 """That the trajectories of a step may have: the engine holds them, at some 200 bytes each, for all experiments."""
@@ -156,6 +160,15 @@ def _environments(config: EngineConfig) -> Mapping[str, environments.Builder]:
 def max_context(spec: ExperimentSpec, config: EngineConfig) -> int:
     """Positions that an episode may have, its prompt included."""
     return min(config.max_context, spec.environment.max_episode_tokens or config.max_context)
+
+
+def check_change(before: ExperimentSpec, after: ExperimentSpec) -> None:
+    """Raises UserError when an experiment would become another one."""
+    for field in IMMUTABLE:
+        if getattr(before, field) != getattr(after, field):
+            raise UserError(f"{to_camel(field)} cannot change: create a new experiment", field=to_camel(field))
+    if before.algorithm.estimator != after.algorithm.estimator:
+        raise UserError("algorithm.estimator cannot change", field="algorithm.estimator")
 
 
 def check(spec: ExperimentSpec, config: EngineConfig) -> None:

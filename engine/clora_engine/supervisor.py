@@ -27,8 +27,9 @@ from clora_engine.admissions import Admissions
 from clora_engine.config import EngineConfig
 from clora_engine.environments.registry import offered
 from clora_engine.errors import CapacityError
-from clora_engine.experiment import Experiment, reported_checkpoint
+from clora_engine.experiment import Experiment
 from clora_engine.journal import Journal
+from clora_engine.reported import reported_checkpoint
 from clora_engine.sampler import Sampler, SamplerStats
 from clora_engine.serving import ServedAdapters
 from clora_engine.training import Services
