@@ -40,7 +40,7 @@ from clora_engine.versions import Entry
 from clora_engine.versions_root import empty_root, prepare_root
 from clora_engine.vllm_plugin.compat import check_vllm
 
-__all__ = ["Lease", "Sampler", "SamplerConfig", "SamplerStats", "Served", "VersionStats"]
+__all__ = ["Counts", "Lease", "Sampler", "SamplerConfig", "SamplerStats", "VersionStats"]
 
 BASE_TENANT = "(base model)"
 """At the gate, who samples from the base model; no experiment's uid has brackets."""
@@ -50,16 +50,16 @@ TIMEOUT_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What tenants' requests have got: how many, and their tokens as SamplerStats counts them."""
+class Counts:
+    """What requests have got: how many, and their tokens as SamplerStats counts them."""
 
     requests: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
-    def after(self, outputs: Sequence[Output]) -> Served:
-        return Served(
+    def after(self, outputs: Sequence[Output]) -> Counts:
+        return Counts(
             self.requests + 1,
             self.generated_tokens + sum(len(output.sample.ids) for output in outputs),
             self.prompt_tokens + sum(output.prompt_tokens for output in outputs),
@@ -83,7 +83,7 @@ class SamplerStats:
     versions: tuple[VersionStats, ...]
     gate: GateStats
     busy_seconds: float  # in which vLLM had at least one sequence
-    served: Served
+    served: Counts
 
 
 class Lease:
@@ -136,10 +136,10 @@ class Sampler:
         self._following: asyncio.Task[None] | None = None
         self._leases: Counter[int] = Counter()  # held, by rank
         self._directories = count()
-        self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
+        self._counts = Counts()  # of all requests
         self._prompts: Counter[str] = Counter()  # tokens, by experiment
         self._cached: Counter[str] = Counter()
-        self._served = Served()
+        self._served = Counts()  # of tenants' alone
         self._base: BaseShapes | None = None
         self._busy = BusyClock()
 
@@ -237,10 +237,7 @@ class Sampler:
             finally:
                 for seat in seats:
                     self._gate.leave(seat)
-        for output in outputs:
-            self._generated_tokens += len(output.sample.ids)
-            self._prompt_tokens += output.prompt_tokens
-            self._cached_tokens += output.cached_tokens
+        self._counts = self._counts.after(outputs)
         if serving:
             self._served = self._served.after(outputs)
         elif lease is not None:
@@ -294,9 +291,9 @@ class Sampler:
             up=core is not None,
             running=core.running if core else 0,
             waiting=core.waiting if core else 0,
-            generated_tokens=self._generated_tokens,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
+            generated_tokens=self._counts.generated_tokens,
+            prompt_tokens=self._counts.prompt_tokens,
+            cached_tokens=self._counts.cached_tokens,
             free_slots=self._versions.free,
             versions=self._versions.stats(),
             gate=self._gate.stats(),

@@ -23,9 +23,9 @@ from clora_api.control import (
     RunMode,
     spec_digest,
 )
+from clora_api.v1alpha1.engine import offered_environments
 from clora_engine.admissions import Admissions
 from clora_engine.config import EngineConfig
-from clora_engine.environments.registry import offered
 from clora_engine.errors import CapacityError
 from clora_engine.experiment import Experiment
 from clora_engine.journal import Journal
@@ -273,7 +273,9 @@ class Supervisor:
             max_rank=self._config.max_rank,
             max_off_policy_steps=self._config.max_off_policy_steps,
             max_context=self._config.max_context,
-            environments=list(offered(self._config.environments, http=bool(self._config.environment_hosts))),
+            environments=list(
+                offered_environments(self._config.environments, http=bool(self._config.environment_hosts))
+            ),
             experiments=sum(e.occupying for e in self._experiments.values()),
             data_volumes=sorted(self._config.data_volumes),
             sampler_generation=stats.generation,

@@ -269,7 +269,7 @@ class Training:
                     " algorithm.promptsPerStep",
                     field="algorithm.promptsPerStep",
                 )
-        limit = min(self._services.config.max_model_len, self._services.config.tokens_per_microbatch)
+        limit = self._services.config.max_context
         if any(len(d.prompt) + len(d.ids) > limit for d in shown):
             raise UserError(f"a demonstration is longer than {limit} tokens: shorten it or leave it out", field="data")
         return shown

@@ -30,7 +30,7 @@ from clora_operator.decide_tracking import tracked
 from clora_operator.desired import engine_key, keys_digest, token_digest
 from clora_operator.experiment_status import Course, End, experiment_plan
 from clora_operator.observe import ObservedExperiment, lacks_commits
-from clora_operator.plan import AddFinalizer, DeleteOnEngine, Plan, PutOnEngine
+from clora_operator.plan import AddFinalizer, DeleteOnEngine, Plan, PutOnEngine, soonest
 from clora_operator.resources import find_condition, from_rfc3339
 from clora_operator.settings import Settings
 from clora_operator.status import Verdict, clip
@@ -60,8 +60,7 @@ def decide_experiment(o: ObservedExperiment, now: datetime, settings: Settings) 
         course = replace(course, actions=(*made, *course.actions), requeue_after=0.0)
     course = replace(course, served=served(o, case.seconds_silent, settings), tracked=tracked(o))
     if o.tracking_keys is not None and course.end is None:  # no event tells of a Secret
-        again = LOOK_AGAIN_SECONDS if course.requeue_after is None else min(course.requeue_after, LOOK_AGAIN_SECONDS)
-        course = replace(course, requeue_after=again)
+        course = replace(course, requeue_after=soonest(course.requeue_after, LOOK_AGAIN_SECONDS))
     return experiment_plan(o, course, serving_status(o, settings), now, settings)
 
 
@@ -313,9 +312,8 @@ def _with_its_token(case: Case, course: Course) -> Course:
     if any(isinstance(action, PutOnEngine | DeleteOnEngine) for action in course.actions):
         return course
     call, again = serving_call(case)
-    waits = [wait for wait in (course.requeue_after, again) if wait is not None]
     actions = (*course.actions, call) if call is not None else course.actions
-    return replace(course, actions=actions, requeue_after=min(waits, default=None))
+    return replace(course, actions=actions, requeue_after=soonest(course.requeue_after, again))
 
 
 def _differs(case: Case, report: ExperimentReport, desired: DesiredExperiment) -> bool:

@@ -12,7 +12,7 @@ from clora_operator import workload
 from clora_operator.decide_drain import drained, pod_to_replace, workload_current
 from clora_operator.decide_sleep import falls_or_stays_asleep, idle, seconds_until_sleep, waking
 from clora_operator.observe import ObservedEngine
-from clora_operator.plan import Action, ApplyWorkload, Connect, CreateToken, Disconnect, Event, Plan
+from clora_operator.plan import Action, ApplyWorkload, Connect, CreateToken, Disconnect, Event, Plan, soonest
 from clora_operator.pod_trouble import pod_trouble
 from clora_operator.resources import find_condition
 from clora_operator.settings import ServiceAddressing, Settings
@@ -48,7 +48,7 @@ def decide_engine(o: ObservedEngine, now: datetime, settings: Settings) -> Plan:
         actions=_actions(o, said, asleep, endpoint, settings),
         status=raw_new if write else None,
         events=tuple(e for e in events if e is not None) if write else (),
-        requeue_after=min((w for w in waits if w is not None), default=None),
+        requeue_after=soonest(*waits),
     )
 
 

@@ -20,7 +20,7 @@ from clora_operator.desired import desired_serving, engine_key, offers_serving, 
 from clora_operator.experiment_status import events_of
 from clora_operator.links import EngineView
 from clora_operator.observe import ObservedExperiment, ServingSecret
-from clora_operator.plan import Action, CreateToken, DeleteOnEngine, Plan, PutOnEngine, ServeOnEngine
+from clora_operator.plan import Action, CreateToken, DeleteOnEngine, Plan, PutOnEngine, ServeOnEngine, soonest
 from clora_operator.resources import Engine, Experiment, find_condition
 from clora_operator.settings import ServiceAddressing, Settings
 from clora_operator.status import Verdict, clip, delay_of_write, set_conditions, transitions, weigh
@@ -158,7 +158,7 @@ def serving_after_the_end(case: Case) -> Plan:
         actions=(*made, *((action,) if action else ())),
         status=new if write else None,
         events=events_of(transitions(o.experiment.status.conditions, status.conditions)) if write else (),
-        requeue_after=min((w for w in waits if w is not None), default=None),
+        requeue_after=soonest(*waits),
         wants_slot=wanted and not _waits_for_its_commits(case),
     )
 

@@ -21,7 +21,7 @@ from clora_api.v1alpha1.experiment import (
 )
 from clora_operator.claims import EVICTING
 from clora_operator.observe import ObservedExperiment
-from clora_operator.plan import Action, Event, Plan
+from clora_operator.plan import Action, Event, Plan, soonest
 from clora_operator.resources import find_condition, from_rfc3339, to_rfc3339
 from clora_operator.settings import Settings
 from clora_operator.status import Verdict, clip, delay_of_write, event_of, set_conditions, transitions, weigh
@@ -74,12 +74,11 @@ def experiment_plan(
     weight = weigh(raw_old, raw_new)
     delay = delay_of_write(weight, o.memory.last_write, now, settings)
     write = weight != "none" and delay == 0
-    waits = [s for s in (course.requeue_after, delay or None, _until_deadline(o, new, now)) if s is not None]
     return Plan(
         actions=course.actions,
         status=raw_new if write else None,
         events=events_of(transitions(old.conditions, new.conditions)) if write else (),
-        requeue_after=min(waits) if waits else None,
+        requeue_after=soonest(course.requeue_after, delay or None, _until_deadline(o, new, now)),
         wants_slot=course.wants_slot,
     )
 

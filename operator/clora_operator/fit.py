@@ -8,12 +8,12 @@ alone can judge, and refuses by itself: an environment's arguments, data, combin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from clora_api.control import EngineInfo
 from clora_api.v1alpha1.conditions import Reason
-from clora_api.v1alpha1.engine import Environments
-from clora_api.v1alpha1.experiment import EnvironmentName, ExperimentSpec
+from clora_api.v1alpha1.engine import offered_environments
+from clora_api.v1alpha1.experiment import ExperimentSpec
 from clora_operator.claims import Assignment, Claim, Room
 from clora_operator.resources import Engine
 from clora_operator.status import clip
@@ -39,7 +39,9 @@ def limits(engine: Engine, info: EngineInfo | None) -> dict[str, Any]:
         "max_rank": spec.capacity.max_rank,
         "max_off_policy_steps": spec.capacity.max_off_policy_steps,
         "max_context": min(spec.sampler.max_model_len, spec.trainer.tokens_per_microbatch),
-        "environments": _offered(spec.environments),
+        "environments": frozenset(
+            offered_environments(spec.environments.allowed, http=bool(spec.environments.allowed_hosts))
+        ),
         "data_volumes": frozenset(volume.name for volume in spec.data_volumes),
     }
     return {name: asked[name] if value is None else value for name, value in said.items()}
@@ -93,12 +95,6 @@ def unfit(rooms: Sequence[Room], claim: Claim) -> Assignment:
     too_low = all(_too_low(room, claim) for room in rooms)
     reason = Reason.RANK_TOO_HIGH if too_low else Reason.DOES_NOT_FIT
     return Assignment(None, reason=reason, message=clip(message, MESSAGE_CHARACTERS))
-
-
-def _offered(environments: Environments) -> frozenset[str]:
-    """As an engine takes its allow-list: without one all are offered, HTTP only with hosts that it may reach."""
-    everything = frozenset(get_args(EnvironmentName)) - ({"HTTP"} if not environments.allowed_hosts else set())
-    return frozenset(environments.allowed) or everything
 
 
 def _too_low(room: Room, claim: Claim) -> bool:

@@ -105,6 +105,11 @@ Action = (
 )
 
 
+def soonest(*waits: float | None) -> float | None:
+    """The shortest of some waits in seconds; None is no wait."""
+    return min((wait for wait in waits if wait is not None), default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """A Kubernetes Event; `reason` is CamelCase."""

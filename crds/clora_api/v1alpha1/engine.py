@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, WithJsonSchema
 
@@ -197,6 +198,12 @@ class Environments(ApiModel):
         " all names below one, *.team.svc. The engine's own address, link-local and metadata addresses and the API"
         " server's Service are never reached, whatever name leads there.",
     )
+
+
+def offered_environments(allowed: Sequence[str], *, http: bool) -> tuple[str, ...]:
+    """Names of the environments that an engine offers. `allowed` is its allow-list; without any, all are offered, HTTP
+    only if there are hosts that it may reach (`http`)."""
+    return tuple(allowed) or tuple(name for name in sorted(get_args(EnvironmentName)) if http or name != "HTTP")
 
 
 class EngineTracking(ApiModel):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+from clora_api.v1alpha1.engine import offered_environments
 from clora_engine.environments import gsm8k, http, word_problems
 from clora_engine.environments.http_addresses import HostPolicy
 from clora_engine.environments.protocol import EnvironmentFactory
@@ -20,16 +21,10 @@ Builder = Callable[[Mapping[str, str]], EnvironmentFactory]
 BUILTIN: Mapping[str, Builder] = MappingProxyType({"GSM8K": gsm8k.build, "WordProblems": word_problems.build})
 
 
-def offered(names: Sequence[str], *, http: bool) -> tuple[str, ...]:
-    """Names of the environments that an engine offers. `names` is its allow-list; without any, all are offered, HTTP
-    only if there are hosts that it may reach (`http`)."""
-    return tuple(names) or (*BUILTIN, *(("HTTP",) if http else ()))
-
-
 def allowed(names: Sequence[str], policy: HostPolicy) -> Mapping[str, Builder]:
     """The environments that an engine with this allow-list offers."""
     everything: dict[str, Builder] = {**BUILTIN, "HTTP": partial(http.build, policy=policy)}
-    return {name: everything[name] for name in offered(names, http=bool(policy.hosts))}
+    return {name: everything[name] for name in offered_environments(names, http=bool(policy.hosts))}
 
 
 def create(name: str, arguments: Mapping[str, str], *, builders: Mapping[str, Builder] = BUILTIN) -> EnvironmentFactory:

@@ -54,23 +54,16 @@ class EngineCollector(Collector):
             "Seconds from request to seat, over all sequences that got one.",
             gate.wait_seconds,
         )
-        for name, value in (
-            ("generated", stats.generated_tokens),
-            ("prompt", stats.prompt_tokens),
-            ("cached_prompt", stats.cached_tokens),
-        ):
-            yield CounterMetricFamily(
-                f"clora_engine_sampler_{name}_tokens", f"Tokens: {name}, of training and serving.", value
-            )
-        served = stats.served
         yield CounterMetricFamily(
-            "clora_engine_serving_requests", "Tenants' requests that were answered.", served.requests
+            "clora_engine_serving_requests", "Tenants' requests that were answered.", stats.served.requests
         )
-        for name, value in (
-            ("generated", served.generated_tokens),
-            ("prompt", served.prompt_tokens),
-            ("cached_prompt", served.cached_tokens),
+        for whose, counts, text in (
+            ("sampler", stats, "Tokens: {}, of training and serving."),
+            ("serving", stats.served, "Tokens of tenants' requests alone: {}."),
         ):
-            yield CounterMetricFamily(
-                f"clora_engine_serving_{name}_tokens", f"Tokens of tenants' requests alone: {name}.", value
-            )
+            for name, value in (
+                ("generated", counts.generated_tokens),
+                ("prompt", counts.prompt_tokens),
+                ("cached_prompt", counts.cached_tokens),
+            ):
+                yield CounterMetricFamily(f"clora_engine_{whose}_{name}_tokens", text.format(name), value)

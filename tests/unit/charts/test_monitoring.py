@@ -58,9 +58,9 @@ class _Idle:
 
     def sampler_stats(self) -> Any:
         from clora_engine.gate import GateStats
-        from clora_engine.sampler import SamplerStats, Served
+        from clora_engine.sampler import Counts, SamplerStats
 
-        return SamplerStats(1, True, 0, 0, 0, 0, 0, 0, (), GateStats(8, 0, 0, 0, 0, 0.0), 0.0, Served())
+        return SamplerStats(1, True, 0, 0, 0, 0, 0, 0, (), GateStats(8, 0, 0, 0, 0, 0.0), 0.0, Counts())
 
     def trainer_busy_seconds(self) -> float:
         return 0.0

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from clora_engine.adapter_files import BaseShapes
 from clora_engine.config import EngineConfig
-from clora_engine.sampler import Sampler, SamplerConfig, Served
+from clora_engine.sampler import Counts, Sampler, SamplerConfig
 from clora_engine.sampler_core import Output
 from clora_engine.server.metrics import EngineCollector
 from clora_engine.serving import ServedAdapters
@@ -59,7 +59,7 @@ async def test_tenants_requests_are_counted_apart_from_what_an_experiment_sample
     assert sampler.prompt_tokens("e") == before
     assert sampler.prompt_tokens("f") == (0, 0)
     stats = sampler.stats()
-    assert stats.served == Served(requests=2, generated_tokens=8, prompt_tokens=12, cached_tokens=4)
+    assert stats.served == Counts(requests=2, generated_tokens=8, prompt_tokens=12, cached_tokens=4)
     assert (stats.generated_tokens, stats.prompt_tokens, stats.cached_tokens) == (12, 18, 6), "of both together"
     assert not sampler._gate._waiting
     assert not sampler._gate._running

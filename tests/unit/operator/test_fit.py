@@ -8,7 +8,8 @@ import pytest
 
 from clora_api.control import EngineInfo
 from clora_api.v1alpha1.conditions import Reason
-from clora_engine.environments.registry import offered as by_the_engine
+from clora_engine.environments.http_addresses import AllowedHost, HostPolicy
+from clora_engine.environments.registry import allowed as by_the_engine
 from clora_operator.fit import NAMED, lacks, limits, needs
 from clora_operator.placement import place
 from tests.unit.operator.factories import engine, experiment, view
@@ -116,7 +117,8 @@ def test_an_allow_list_of_environments_means_what_it_means_to_the_engine(
     asked: dict[str, Any], offered: set[str]
 ) -> None:
     assert limits(engine(image="i", environments=asked), None)["environments"] == offered
-    assert set(by_the_engine(asked.get("allowed", ()), http="allowedHosts" in asked)) == offered
+    policy = HostPolicy(tuple(map(AllowedHost.parse, asked.get("allowedHosts", ()))))
+    assert set(by_the_engine(asked.get("allowed", ()), policy)) == offered
 
 
 def test_what_a_spec_needs() -> None:

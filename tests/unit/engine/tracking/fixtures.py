@@ -27,6 +27,12 @@ def tracked(*trackers: dict[str, Any], keys: dict[str, str] | None = None, **cha
     return made.model_copy(update={"tracking_keys": keys})
 
 
+def online(folder: Path, tracker: dict[str, Any], port: int, key: str, *, loopback: bool = True) -> Run:
+    """One whose tracker is a server on a port of the loopback."""
+    wanted = tracked(tracker, keys={tracker["kind"]: key})
+    return Run(folder, wanted, tracking_hosts=(f"127.0.0.1:{port}",), loopback_environments=loopback)
+
+
 class Run:
     """What a commit leaves of an experiment, as its trackers see it."""
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from clora_engine import tracking
-from tests.unit.engine.tracking.fixtures import KEY, Run, anywhere, children, expected, seen_by_others, tracked
+from tests.unit.engine.tracking import fixtures
+from tests.unit.engine.tracking.fixtures import KEY, Run, anywhere, children, expected, seen_by_others
 from tests.unit.engine.tracking.server import Server, serving
 
 
@@ -19,8 +20,7 @@ def mlflow(url: str) -> dict[str, Any]:
 
 
 def online(folder: Path, server: Server, *, host: str = "127.0.0.1", loopback: bool = True) -> Run:
-    wanted = tracked(mlflow(f"http://{host}:{server.port}"), keys={"MLflow": KEY})
-    return Run(folder, wanted, tracking_hosts=(f"127.0.0.1:{server.port}",), loopback_environments=loopback)
+    return fixtures.online(folder, mlflow(f"http://{host}:{server.port}"), server.port, KEY, loopback=loopback)
 
 
 async def test_a_server_gets_everything_once_and_the_key_in_its_header_alone(

@@ -14,6 +14,7 @@ import pytest
 
 from clora_engine import tracking
 from tests.unit.engine.loop import UID
+from tests.unit.engine.tracking import fixtures
 from tests.unit.engine.tracking.fixtures import (
     SECONDS,
     WANDB,
@@ -34,8 +35,7 @@ BASIC = "Basic " + base64.b64encode(f"api:{KEY}".encode()).decode()
 def online(folder: Path, server: Server) -> Run:
     url = f"http://127.0.0.1:{server.port}"
     tracker = {"kind": "WandB", "project": "p", "url": url, "secretRef": {"name": "s", "key": "k"}}
-    wanted = tracked(tracker, keys={"WandB": KEY})
-    return Run(folder, wanted, tracking_hosts=(f"127.0.0.1:{server.port}",), loopback_environments=True)
+    return fixtures.online(folder, tracker, server.port, KEY)
 
 
 async def test_a_server_gets_everything_once(
