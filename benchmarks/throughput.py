@@ -14,6 +14,7 @@ run again. Short repetitions of all cases are interleaved; the long one has as m
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,12 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import report
 from benchmarks.engine_runs import FAMILIES, THREADS, Job, Parts, arguments, engine, forget, rl_spec, run, warm_up
 from benchmarks.limits import SEATS, Rates, limit_seconds
-from benchmarks.throughput_report import headlines, record, render, write_plot
+from benchmarks.throughput_report import LONG, headlines, record, render, write_plot
 from benchmarks.tool_server import ToolServer
 from local.model import model
 from tests.engine_fixtures import EngineProcess
@@ -88,7 +90,7 @@ class Part:
 
 def repetitions() -> Iterator[Part]:
     """In the order in which they are run."""
-    lengths = [("long", LONG_STEPS), *((f"short{i}", SHORT_STEPS) for i in range(SHORT))]
+    lengths = [(LONG, LONG_STEPS), *((f"short{i}", SHORT_STEPS) for i in range(SHORT))]
     for length, steps in lengths:
         for name in WORKLOADS:
             for case in cases(name):
@@ -129,14 +131,16 @@ def measure(case: Case, steps: int, work: Path) -> dict[str, Any]:
         warm_up(process)
         made = jobs(case, steps, server)
         forget(process, made)
-        before, tool_seconds = counters(process), server.seconds if server else 0.0
+        before, tool_seconds, used = counters(process), server.seconds if server else 0.0, cpu_seconds(process)
         ended = run(process, made, case.at_once)
-        after = counters(process)
+        after, used_after = counters(process), cpu_seconds(process)
     return {
         "commit": report.commit(),
         "start_seconds": start_seconds,
         "counters": {name: after[name] - before[name] for name in COUNTERS},
         "tool_seconds": server.seconds - tool_seconds if server else 0.0,
+        "cores": os.cpu_count(),
+        "cpu_seconds": {name: used_after[name] - used[name] for name in used},
         "jobs": [job.to_dict() for job in ended],
     }
 
@@ -146,6 +150,18 @@ def counters(process: EngineProcess) -> dict[str, float]:
     text = process.http.get("/metrics").raise_for_status().text
     values = {family.name: family.samples[0].value for family in text_string_to_metric_families(text) if family.samples}
     return {name: values[f"clora_engine_{name}"] for name in COUNTERS}
+
+
+def cpu_seconds(process: EngineProcess) -> dict[str, float]:
+    """That the engine's processes have used so far: vLLM's core, the trainer, and the engine itself."""
+    assert process.process is not None
+    own = psutil.Process(process.process.pid)
+    used = dict.fromkeys(("sampler", "trainer", "engine"), 0.0)
+    for each in (own, *own.children(recursive=True)):
+        words, times = " ".join(each.cmdline()), each.cpu_times()
+        name = "sampler" if "EngineCore" in words else "trainer" if "trainer_process" in words else "engine"
+        used[name] += times.user + times.system
+    return used
 
 
 def main(argv: Sequence[str] | None = None) -> None:

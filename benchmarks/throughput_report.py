@@ -19,6 +19,8 @@ from benchmarks.learning_report import ENDS, sigma
 from benchmarks.report import Spread
 
 Record = dict[str, Any]
+LONG = "long"
+"""The repetition that has as many steps as the learning curves need."""
 
 
 def record(part: str, case: Mapping[str, Any], length: str, measured: Mapping[str, Any]) -> Record:
@@ -52,6 +54,7 @@ def record(part: str, case: Mapping[str, Any], length: str, measured: Mapping[st
         "tokens_per_second": round(counters["sampler_generated_tokens"] / last, 1),
         "sampler_idle": round(1 - counters["sampler_busy_seconds"] / last, 3),
         "trainer_idle": round(1 - counters["trainer_busy_seconds"] / last, 3),
+        "cores_used": {n: round(s / measured["cores"] / last, 3) for n, s in measured["cpu_seconds"].items()},
         "reward": round(statistics.fmean(_end(job) for job in jobs), 4),
         "ends": [dict(zip(("family", "seed"), job["name"].split("-")[1:], strict=True), end=_end(job)) for job in jobs],
     }
@@ -78,12 +81,16 @@ class Runs:
     def serial(self, workload: str) -> dict[str, Record]:
         return self.by_case[workload, 1, "FairShare", 0]
 
+    def longest(self, key: tuple[str, int, str, int]) -> Record:
+        return max(self.by_case[key].values(), key=lambda one: one["length"] == LONG)
+
     def speedup(self, key: tuple[str, int, str, int], figure: str, *, cold: bool = False) -> Spread:
-        """Over the repetitions that both have. cold: eight starts of an engine, measured in the serial part."""
+        """Over the repetitions that both have. cold: an engine start more for every experiment, as measured in the
+        serial part; of the longest repetition alone, for a start weighs more the fewer steps follow it."""
         ratios = []
         for length, one in self.by_case[key].items():
             alone = self.serial(key[0]).get(length)
-            if alone is not None:
+            if alone is not None and not (cold and one is not self.longest(key)):
                 starts = {"last": 8.0, "mean": 4.5, "first": 1.0}[figure] * alone["start_seconds"] if cold else 0.0
                 ratios.append((alone[figure] + starts) / one[figure])
         return Spread.of(ratios)
@@ -105,10 +112,11 @@ def headlines(records: Sequence[Record]) -> dict[str, float]:
         if key in runs.by_case:
             found[name] = runs.speedup(key, figure, cold=name.endswith("cold")).median
     for workload in runs.workloads:
-        long = runs.by_case[workload, 8, "FairShare", 0].get("long")
-        if long is not None:
-            found[f"{workload}_share_of_limit_n8"] = round(long["limit_seconds"] / long["last"], 3)
-    return found | {"reward_delta_over_sigma": reward_delta([one for one in records if one["length"] == "long"])}
+        key = workload, 8, "FairShare", 0
+        if key in runs.by_case:
+            one = runs.longest(key)
+            found[f"{workload}_share_of_limit_n8"] = round(one["limit_seconds"] / one["last"], 3)
+    return found | {"reward_delta_over_sigma": reward_delta([one for one in records if one["length"] == LONG])}
 
 
 def reward_delta(long: Sequence[Record]) -> float:
@@ -144,8 +152,9 @@ def _head(document: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "*Last*, *mean* and *first*: ends of the eight, waiting included, against one after the other on the same warm"
         " engine; *cold*: against one after the other, each with an engine start of its own. Medians over the"
-        " repetitions (one long, the others short), smallest and largest in parentheses; the other columns are the long"
-        " one's. *Limit*: the least time that the run could take here, from the measured rate of the base model's"
+        " repetitions (one long, the others short), smallest and largest in parentheses; the other columns, and *cold*,"
+        " are the longest one's. *Cores*: what vLLM's core, the trainer and the engine's own process had of their time."
+        " *Limit*: the least time that the run could take here, from the measured rate of the base model's"
         " matrix products alone and the seconds of the tools (benchmarks/limits.py)."
     )
     yield ""
@@ -161,18 +170,17 @@ def _tables(records: Sequence[Record]) -> Iterator[str]:
         yield ""
         yield (
             "| at once | policy | last | mean | first | last, cold | share of the limit | step | rollout | train"
-            " | publish | tok/s | sampler idle | trainer idle | reward, last 3 |"
+            " | publish | tok/s | sampler idle | trainer idle | cores: sampler, trainer, engine | reward, last 3 |"
         )
-        yield "|---" * 15 + "|"
+        yield "|---" * 16 + "|"
         for key in runs.cases(workload):
-            long = runs.by_case[key].get("long")
-            if long is not None:
-                yield _row(runs, key, long)
+            yield _row(runs, key)
         yield ""
 
 
-def _row(runs: Runs, key: tuple[str, int, str, int], long: Record) -> str:
+def _row(runs: Runs, key: tuple[str, int, str, int]) -> str:
     _, at_once, scheduling, off_policy = key
+    long = runs.longest(key)
     policy = scheduling + (f", {off_policy} step off-policy" if off_policy else "")
     speedups = [str(runs.speedup(key, figure)) + " ×" for figure in ("last", "mean", "first")]
     cells = [
@@ -185,6 +193,7 @@ def _row(runs: Runs, key: tuple[str, int, str, int], long: Record) -> str:
         f"{long['tokens_per_second']:.0f}",
         f"{long['sampler_idle']:.0%}",
         f"{long['trainer_idle']:.0%}",
+        ", ".join(f"{share:.0%}" for share in long["cores_used"].values()),
         f"{long['reward']:.2f}",
     ]
     return "| " + " | ".join(cells) + " |"

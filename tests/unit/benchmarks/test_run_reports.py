@@ -53,6 +53,8 @@ def part(at_once: int, ends: Sequence[float], length: str = "long", scheduling: 
     measured = {
         "start_seconds": 30.0,
         "tool_seconds": 640.0,
+        "cores": 2,
+        "cpu_seconds": {"sampler": ends[-1], "trainer": ends[-1] / 2, "engine": ends[-1] / 50},
         "counters": {
             "sampler_busy_seconds": ends[-1] / 2,
             "trainer_busy_seconds": ends[-1] / 4,
@@ -78,13 +80,15 @@ def test_speed_ups_are_of_the_same_repetition() -> None:
     last = runs.speedup(key, "last")
     assert (last.median, last.low, last.high) == (3.0, 2.0, 4.0)
     assert runs.speedup(key, "first").median == pytest.approx((100 / 150 + 1) / 2, abs=1e-4)
-    assert runs.speedup(key, "last", cold=True).low == pytest.approx((400 + 8 * 30) / 200)
+    cold = runs.speedup(key, "last", cold=True)  # of the long one alone
+    assert (cold.low, cold.high) == pytest.approx(((400 + 8 * 30) / 200,) * 2)
     assert runs.speedup(key, "mean").low == pytest.approx(250 / 170, abs=1e-4)
 
 
 def test_shares_of_a_run() -> None:
     one = part(8, [150, 160, 170, 200])
     assert (one["sampler_idle"], one["trainer_idle"], one["tokens_per_second"]) == (0.5, 0.75, 5.0)
+    assert one["cores_used"] == {"sampler": 0.5, "trainer": 0.25, "engine": 0.01}
     assert (one["prompt_tokens"], one["trained_tokens"], one["reward"]) == (300.0, 40.0, 0.85)
 
 
@@ -113,6 +117,7 @@ def test_tables_and_plots_are_made(tmp_path: Path) -> None:
     }
     table = throughput_report.render(document)
     assert "| 8 | FairShare | 2.00 (2.00–2.00) × |" in table
+    assert "| 50%, 25%, 1% |" in table
     assert "`agentic_share_of_limit_n8` 0.4" in table
     throughput_report.write_plot(records, tmp_path / "a.svg")
     serial, beside = curves("n1", 1, 0.0), curves("n4", 4, -0.05)
