@@ -137,7 +137,7 @@ def publish(parts: Parts, out: Path) -> None:
         "controls": CONTROLS,
         "commits": sorted(commits),
     }
-    command = "python -m benchmarks.learning " + " ".join(sys.argv[1:])
+    command = report.command("benchmarks.learning", sys.argv[1:])
     report.write(out, command, settings, headlines(records), records)
     write_plot(records, out.with_suffix(".svg"))
 

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "sweep_steps": SWEEP_STEPS,
         "episodes_each": EPISODES_EACH,
     }
-    command = "python -m benchmarks.node_model " + " ".join(sys.argv[1:])
+    command = report.command("benchmarks.node_model", sys.argv[1:])
     report.write(args.out, command, settings, headlines(records), records, PACKAGES)
 
 

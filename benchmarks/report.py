@@ -63,6 +63,12 @@ def commit() -> str:
     return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 
 
+def command(module: str, arguments: Sequence[str]) -> str:
+    """What was run, with absolute paths cut to their last names: where a folder lies is this machine's affair."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in arguments]
+    return " ".join(("python -m", module, *words))
+
+
 def title(text: str, document: Mapping[str, Any]) -> list[str]:
     """How a page begins: its title, and the command that made it."""
     return [f"# {text}", "", f"    {document['command']}", ""]

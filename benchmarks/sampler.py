@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace, scratch: Path) -> None:
         "threads": THREADS, "rank": RANK, "slots": TENANTS + 2, "prompt_tokens": PROMPT, "tokens": TOKENS,
         "rounds": args.rounds,
     }  # fmt: skip
-    command = "python -m benchmarks.sampler " + " ".join(sys.argv[1:])
+    command = report.command("benchmarks.sampler", sys.argv[1:])
     report.write(args.out, command, settings, _headlines(records), records)
 
 

@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     home = args.work / "environments"
     report.write(
         args.out,
-        "python -m benchmarks.peers " + " ".join(sys.argv[1:]),
+        report.command("benchmarks.peers", sys.argv[1:]),
         {
             "steps": args.steps,
             "repetitions": args.repetitions,
