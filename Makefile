@@ -76,7 +76,7 @@ bench-learning: setup  ## what experiments learn alone and beside others (3 hour
 	$(PYTHON) -m benchmarks.learning --work $(WORK)/learning --out docs/benchmarks/learning.json
 	$(PYTHON) -m benchmarks.learning render docs/benchmarks/learning.json >docs/benchmarks/learning.md
 
-bench: setup  ## eight experiments, N at a time, against one after the other (3 hours, goes on where it was stopped)
+bench: setup  ## eight experiments, N at a time, against one after the other (5 hours, goes on where it was stopped)
 	$(PYTHON) -m benchmarks.throughput --work $(WORK)/throughput --out docs/benchmarks/throughput.json
 	$(PYTHON) -m benchmarks.throughput render docs/benchmarks/throughput.json >docs/benchmarks/throughput.md
 

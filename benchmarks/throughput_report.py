@@ -19,6 +19,10 @@ from benchmarks.learning_report import ENDS, sigma
 from benchmarks.report import Spread
 
 Record = dict[str, Any]
+WORKLOADS = {
+    "agentic": "16 episodes a step, 4 of an experiment in flight, and a calculator over HTTP that takes 0.5 to 2 s.",
+    "saturated": "64 episodes a step, all in flight, tools that answer at once.",
+}
 LONG = "long"
 """The repetition that has as many steps as the learning curves need."""
 
@@ -146,8 +150,7 @@ def _head(document: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "SmolLM2-135M-Instruct, float32, sampler and trainer on the same cores. Eight experiments (four families, two"
         f" seeds) of {settings['steps']} steps on one engine with eight slots, so many at a time, the next one when one"
-        " has ended. *agentic*: 16 episodes a step, 4 of an experiment in flight, a calculator that takes 0.5 to 2 s"
-        " (HTTP environment). *saturated*: 64 episodes a step, all in flight, tools that answer at once."
+        " has ended."
     )
     yield (
         "*Last*, *mean* and *first*: ends of the eight, waiting included, against one after the other on the same warm"
@@ -168,6 +171,8 @@ def _tables(records: Sequence[Record]) -> Iterator[str]:
     for workload in runs.workloads:
         yield f"## {workload}"
         yield ""
+        yield WORKLOADS[workload]
+        yield ""
         yield (
             "| at once | policy | last | mean | first | last, cold | share of the limit | step | rollout | train"
             " | publish | tok/s | sampler idle | trainer idle | cores: sampler, trainer, engine | reward, last 3 |"
@@ -187,7 +192,7 @@ def _row(runs: Runs, key: tuple[str, int, str, int]) -> str:
         str(at_once),
         policy,
         *(speedups if at_once > 1 else [f"{long[figure]:.0f} s" for figure in ("last", "mean", "first")]),
-        f"{runs.speedup(key, 'last', cold=True)} ×",
+        f"{runs.speedup(key, 'last', cold=True).median:.2f} ×",
         f"{long['limit_seconds'] / long['last']:.0%}",
         *(f"{long[f'{name}_seconds']:.1f} s" for name in ("step", "rollout", "train", "publish")),
         f"{long['tokens_per_second']:.0f}",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import operator_scale, sampler_table, trainer_table
-from benchmarks.report import Spread
+from benchmarks import operator_scale, sampler_table, throughput_report, trainer_table
+from benchmarks.report import Spread, command
 from benchmarks.roofline import Rates, Sizes, run_seconds
 
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
@@ -43,12 +43,18 @@ def test_a_spread_is_median_and_range() -> None:
     assert str(Spread.of([3.0, 1.0, 2.5])) == "2.50 (1.00–3.00)"
 
 
+def test_a_command_is_printed_without_this_machine_s_folders() -> None:
+    given = ["--work", "/home/somebody/bench/throughput", "--parts", "a,b", "--out", "docs/x.json"]
+    assert command("m", given) == "python -m m --work throughput --parts a,b --out docs/x.json"
+
+
 @pytest.mark.parametrize(
     ("name", "render"),
     [
         ("sampler", sampler_table.render),
         ("trainer", trainer_table.render),
         ("operator", operator_scale.render),
+        ("throughput", throughput_report.render),
     ],
 )
 def test_the_documented_table_is_rendered_from_its_measurements(
