@@ -137,8 +137,7 @@ def publish(parts: Parts, out: Path) -> None:
         "controls": CONTROLS,
         "commits": sorted(commits),
     }
-    command = report.command("benchmarks.learning", sys.argv[1:])
-    report.write(out, command, settings, headlines(records), records)
+    report.write(out, "benchmarks.learning", settings, headlines(records), records)
     write_plot(records, out.with_suffix(".svg"))
 
 

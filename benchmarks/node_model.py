@@ -75,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "sweep_steps": SWEEP_STEPS,
         "episodes_each": EPISODES_EACH,
     }
-    command = report.command("benchmarks.node_model", sys.argv[1:])
-    report.write(args.out, command, settings, headlines(records), records, PACKAGES)
+    report.write(args.out, "benchmarks.node_model", settings, headlines(records), records, PACKAGES)
 
 
 def _simulate(case: Case) -> Outcome:

@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "calls_per_minute_idle_200": headline["idle"]["calls_per_minute"],
     }
     settings = {"window_seconds": WINDOW_SECONDS, "step_seconds": STEP_SECONDS, "progress_write_seconds": 5}
-    command = report.command("benchmarks.operator_scale", sys.argv[1:])
-    report.write(args.out, command, settings, headlines, records, PACKAGES)
+    report.write(args.out, "benchmarks.operator_scale", settings, headlines, records, PACKAGES)
 
 
 def render(document: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -97,14 +98,15 @@ def headline_rows(of: str, document: Mapping[str, Any], meaning: Mapping[str, st
 
 def write(
     path: Path,
-    command: str,
+    module: str,
     settings: dict[str, Any],
     headlines: dict[str, float],
     records: list[dict[str, Any]],
     packages: Sequence[str] = SAMPLER_PACKAGES,
 ) -> None:
+    """`module` is the benchmark's, which was run with this process's arguments."""
     document = {
-        "command": command,
+        "command": command(module, sys.argv[1:]),
         "commit": commit(),
         "machine": machine(),
         "versions": {name: version(name) for name in packages},

@@ -111,8 +111,7 @@ def _run(args: argparse.Namespace, scratch: Path) -> None:
         "threads": THREADS, "rank": RANK, "slots": TENANTS + 2, "prompt_tokens": PROMPT, "tokens": TOKENS,
         "rounds": args.rounds,
     }  # fmt: skip
-    command = report.command("benchmarks.sampler", sys.argv[1:])
-    report.write(args.out, command, settings, _headlines(records), records)
+    report.write(args.out, "benchmarks.sampler", settings, _headlines(records), records)
 
 
 async def _model(

@@ -191,8 +191,7 @@ def publish(parts: Parts, out: Path) -> None:
             records.append(one | {"limit_seconds": round(limit, 2)})
             commits.add(measured["commit"])
     settings = {"rates": asdict(rates), "steps": LONG_STEPS, "short_steps": SHORT_STEPS, "commits": sorted(commits)}
-    command = report.command("benchmarks.throughput", sys.argv[1:])
-    report.write(out, command, settings, headlines(records), records)
+    report.write(out, "benchmarks.throughput", settings, headlines(records), records)
     write_plot(records, out.with_suffix(".svg"))
 
 

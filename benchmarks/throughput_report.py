@@ -19,7 +19,7 @@ from benchmarks.learning_report import ENDS, sigma
 from benchmarks.report import Spread
 
 Record = dict[str, Any]
-WORKLOADS = {
+DESCRIPTIONS = {
     "agentic": "16 episodes a step, 4 of an experiment in flight, and a calculator over HTTP that takes 0.5 to 2 s.",
     "saturated": "64 episodes a step, all in flight, tools that answer at once.",
 }
@@ -171,7 +171,7 @@ def _tables(records: Sequence[Record]) -> Iterator[str]:
     for workload in runs.workloads:
         yield f"## {workload}"
         yield ""
-        yield WORKLOADS[workload]
+        yield DESCRIPTIONS[workload]
         yield ""
         yield (
             "| at once | policy | last | mean | first | last, cold | share of the limit | step | rollout | train"

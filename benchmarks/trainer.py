@@ -106,8 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "threads": args.threads, "rounds": rounds, "row_tokens": ROW, "prompt_tokens": PROMPT,
         "tokens_per_microbatch": TOKENS_PER_MICROBATCH,
     }  # fmt: skip
-    command = report.command("benchmarks.trainer", sys.argv[1:])
-    report.write(args.out, command, settings, _headlines(records), records, PACKAGES)
+    report.write(args.out, "benchmarks.trainer", settings, _headlines(records), records, PACKAGES)
 
 
 def _subjects(*, quick: bool) -> list[Subject]:

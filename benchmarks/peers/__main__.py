@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     home = args.work / "environments"
     report.write(
         args.out,
-        report.command("benchmarks.peers", sys.argv[1:]),
+        "benchmarks.peers",
         {
             "steps": args.steps,
             "repetitions": args.repetitions,
