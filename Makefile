@@ -76,6 +76,12 @@ bench-learning: setup  ## what experiments learn alone and beside others (3 hour
 	$(PYTHON) -m benchmarks.learning --work $(WORK)/learning --out docs/benchmarks/learning.json
 	$(PYTHON) -m benchmarks.learning render docs/benchmarks/learning.json >docs/benchmarks/learning.md
 
+GSM8K ?= gsm8k
+
+bench-gsm8k: setup  ## the real GSM8K, whose files are in GSM8K=folder, before and after (an hour): docs/benchmarks
+	$(PYTHON) -m benchmarks.gsm8k --data $(GSM8K) --work $(WORK)/gsm8k --out docs/benchmarks/gsm8k.json
+	$(PYTHON) -m benchmarks.gsm8k render docs/benchmarks/gsm8k.json >docs/benchmarks/gsm8k.md
+
 bench: setup  ## eight experiments, N at a time, against one after the other (5 hours, goes on where it was stopped)
 	$(PYTHON) -m benchmarks.throughput --work $(WORK)/throughput --out docs/benchmarks/throughput.json
 	$(PYTHON) -m benchmarks.throughput render docs/benchmarks/throughput.json >docs/benchmarks/throughput.md
@@ -89,4 +95,4 @@ bench-peers: setup  ## clora against TRL and SkyRL on the same work (2 hours, go
 	$(PYTHON) -m benchmarks.peers --work $(WORK)/peers --out docs/benchmarks/peers.json
 	$(PYTHON) -m benchmarks.peers render docs/benchmarks/peers.json >docs/benchmarks/peers.md
 
-.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-trainer bench-operator bench-learning bench bench-peers bench-node-model
+.PHONY: help setup generate lock demo demo-down cluster cluster-down lint unit test e2e bench-sampler bench-trainer bench-operator bench-learning bench-gsm8k bench bench-peers bench-node-model

@@ -91,7 +91,7 @@ def warm_up_spec(seed: int = 1) -> dict[str, Any]:
 def warm_up(process: EngineProcess, seed: int = 1) -> None:
     """Makes the start of all jobs; once a storage."""
     process.put(WARM_UP, warm_up_spec(seed)).raise_for_status()  # one that has ended on this storage stays ended
-    _expect_success(process.wait(WARM_UP, lambda r: r.phase in FINAL, MAX_SECONDS))
+    expect_success(process.wait(WARM_UP, lambda r: r.phase in FINAL, MAX_SECONDS))
     process.delete(WARM_UP)
 
 
@@ -139,7 +139,7 @@ def run(
         for report in page.items:
             if report.uid in attached and report.phase in FINAL:
                 now = time.monotonic() - start
-                _expect_success(report)
+                expect_success(report)
                 ended.append(Ended(report.uid, attached.pop(report.uid), now, process.metrics(report.uid)))
                 on_end(ended[-1])
                 process.delete(report.uid, files="Delete")
@@ -155,7 +155,8 @@ def forget(process: EngineProcess, jobs: Sequence[Job]) -> None:
         process.delete(job.name, files="Delete")
 
 
-def _expect_success(report: ExperimentReport) -> None:
+def expect_success(report: ExperimentReport) -> None:
+    """Raises RuntimeError with what the engine says of one that has ended otherwise."""
     if report.phase is not Phase.SUCCEEDED:
         raise RuntimeError(f"{report.uid} is {report.phase}: {report.reason} {report.message}")
 

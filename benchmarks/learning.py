@@ -5,8 +5,8 @@
 
 Four families of word problems with three seeds each, twelve experiments, are run N at a time for N = 1, 2, 4 and 8 on
 one engine with SmolLM2; every one starts from the same supervised warm-up, on other problems. Each N is a part.
-Experiments that are finished in FOLDER are not run again, those that were running go on from their commits. Only
-rewards are reported: speeds are those of `make bench`.
+Experiments that are finished in FOLDER are not run again, those that were running go on from their commits; with
+--parts, what --out has of other parts stays in it. Only rewards are reported: speeds are those of `make bench`.
 """
 
 from __future__ import annotations
@@ -120,13 +120,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def publish(parts: Parts, out: Path) -> None:
-    """Writes the results of all parts that are complete."""
-    records, commits = [], set()
+    """Writes the results of all parts that are complete, here or in `out`."""
+    before = json.loads(out.read_text())["records"] if out.exists() else []
+    records = []
     for part in parts_to_run():
         found = [kept for job in jobs(part, None) if (kept := parts.read(job.name)) is not None]
         if len(found) == len(part.seeds) * len(FAMILIES):
-            records += [record(part.name, part.at_once, kept["job"]) for kept in found]
-            commits |= {kept["commit"] for kept in found}
+            records += [record(part.name, part.at_once, **kept) for kept in found]
+        else:
+            records += [one for one in before if one["part"] == part.name]
     settings = {
         "rank": LORA["rank"],
         "steps": STEPS,
@@ -135,7 +137,7 @@ def publish(parts: Parts, out: Path) -> None:
         "learning_rate": LEARNING_RATE,
         "held_out": HELD_OUT,
         "controls": CONTROLS,
-        "commits": sorted(commits),
+        "commits": sorted({one["commit"] for one in records}),
     }
     report.write(out, "benchmarks.learning", settings, headlines(records), records)
     write_plot(records, out.with_suffix(".svg"))

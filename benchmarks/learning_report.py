@@ -15,14 +15,15 @@ ENDS = 3  # steps at either end over which a reward is a mean
 Record = dict[str, Any]
 
 
-def record(part: str, at_once: int, job: Mapping[str, Any]) -> Record:
-    """One run: its rewards by step, and greedy accuracy on held-out problems before and after."""
+def record(part: str, at_once: int, job: Mapping[str, Any], commit: str) -> Record:
+    """One run: its rewards by step, and greedy accuracy on held-out problems before and after. `commit`: the code's."""
     name, metrics = job["name"], [line for line in job["metrics"] if line["step"] > 0]
     _, family, seed = name.split("-")
     accuracy = [line["eval_accuracy"] for line in job["metrics"] if "eval_accuracy" in line]
     rewards = [round(line["reward_mean"], 4) for line in metrics]
     return {
         "part": part,
+        "commit": commit,
         "at_once": at_once,
         "family": family,
         "seed": int(seed),
@@ -49,16 +50,18 @@ def deltas(serial: Sequence[Record], beside: Sequence[Record]) -> list[float]:
 
 
 def headlines(records: Sequence[Record]) -> dict[str, float]:
-    """start_mean and end_mean over the runs at every N; delta_over_sigma: of the N that differs most from serial."""
+    """start_mean and end_mean over the runs at every N; delta_over_sigma: of the N that differs most from serial, once
+    one was measured."""
     by_n = _by_n(records)
     runs = [one for part in by_n.values() for one in part]
     serial = by_n[1]
-    worst = max((statistics.fmean(deltas(serial, part)) for n, part in by_n.items() if n > 1), key=abs)
-    return {
+    found = {
         "start_mean": round(statistics.fmean(one["start"] for one in runs), 3),
         "end_mean": round(statistics.fmean(one["end"] for one in runs), 3),
-        "delta_over_sigma": round(abs(worst) / sigma(serial), 2),
     }
+    if beside := [statistics.fmean(deltas(serial, part)) for n, part in by_n.items() if n > 1]:
+        found["delta_over_sigma"] = round(abs(max(beside, key=abs)) / sigma(serial), 2)
+    return found
 
 
 def _by_n(records: Sequence[Record]) -> dict[int, list[Record]]:
@@ -71,9 +74,9 @@ def _by_n(records: Sequence[Record]) -> dict[int, list[Record]]:
 
 def render(document: Mapping[str, Any]) -> str:
     """The document as Markdown."""
-    return "\n".join(
-        [*_head(document), *_table(document["records"]), *_families(document["records"]), *_rest(document)]
-    )
+    records = document["records"]
+    parts = [*_head(document), *_table(records), *_families(records), *_controls(document)]
+    return "\n".join([*parts, "![mean reward by step](learning.svg)"])
 
 
 def _head(document: Mapping[str, Any]) -> Iterator[str]:
@@ -89,10 +92,12 @@ def _head(document: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield f"- `start_mean` {found['start_mean']}: mean reward of the first {ENDS} steps, over all runs of all N"
     yield f"- `end_mean` {found['end_mean']}: the same of the last {ENDS} steps"
-    yield (
-        f"- `delta_over_sigma` {found['delta_over_sigma']}: the mean difference of `end` between runs beside others and"
-        " the same family and seed alone, for the N that differs most, in standard deviations between seeds alone"
-    )
+    if "delta_over_sigma" in found:
+        yield (
+            f"- `delta_over_sigma` {found['delta_over_sigma']}: the mean difference of `end` between runs beside others"
+            " and the same family and seed alone, for the N that differs most, in standard deviations between seeds"
+            " alone"
+        )
     yield ""
 
 
@@ -123,20 +128,21 @@ def _families(records: Sequence[Record]) -> Iterator[str]:
     yield ""
 
 
-def _rest(document: Mapping[str, Any]) -> Iterator[str]:
-    yield "Controls, which must not learn; eight runs at once. Held-out problems are judged truly in all of them:"
-    yield ""
-    yield "| control | runs | reward, first 3 steps | last 3 steps | held out, greedy: before | after |"
-    yield "|---|---|---|---|---|---|"
+def _controls(document: Mapping[str, Any]) -> Iterator[str]:
     controls = defaultdict(list)
     for one in document["records"]:
         if not one["part"].startswith("n"):
             controls[one["part"]].append(one)
+    if not controls:
+        return
+    yield "Controls, which must not learn; eight runs at once. Held-out problems are judged truly in all of them:"
+    yield ""
+    yield "| control | runs | reward, first 3 steps | last 3 steps | held out, greedy: before | after |"
+    yield "|---|---|---|---|---|---|"
     for name, part in controls.items():
         meaning = document["settings"]["controls"][name]
         yield f"| {meaning} | {len(part)} | {_cell(part, 'start')} | {_cell(part, 'end')} | {_held_out(part)} |"
     yield ""
-    yield "![mean reward by step](learning.svg)"
 
 
 def _cell(part: Sequence[Record], figure: str) -> str:

@@ -1,9 +1,9 @@
 """N experiments on one simulated node of 4 + 4 GPUs, to their end, in virtual time.
 
 Real: the rollouts (clora_engine.rollout) and what draws them ahead (clora_engine.drawing), the gate, the trainer's
-client, and the order in which an experiment calls them. Simulated: what takes time on a GPU (node_sampler.py,
-node_trainer.py), the environment (it answers at once), and files, which take none. One simulated episode stands for
-EPISODES_EACH real ones, and one seat for as many.
+client with its queue, and the order in which an experiment calls them. Simulated: what takes time on a GPU
+(node_sampler.py, node_trainer.py), the environment (it answers at once), and files, which take none. One simulated
+episode stands for EPISODES_EACH real ones, and one seat for as many.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from clora_engine.chat import Renderer
 from clora_engine.drawing import Ahead, Drawn
 from clora_engine.environments.protocol import EnvironmentFactory, Example, Message, StepResult
 from clora_engine.plan import Plan
-from clora_engine.rollout import Prompt, RolloutConfig, Rollouts
+from clora_engine.rollout import Rollouts
+from clora_engine.rollout_config import Prompt, RolloutConfig
 
 STEPS = 10
 GROUPS, GROUP_SIZE, TURNS = 8, 4, 2
@@ -105,12 +106,15 @@ async def _run(costs: Costs, policy: Policy, jobs: Sequence[Job]) -> Outcome:
         policy.scheduling,
         TURN_TOKENS,
     )
-    kind = StepTrainer if policy.by_step else ClientTrainer
-    trainer: ClientTrainer | StepTrainer = kind(costs.train, policy.slots, policy.fixed)
+    trainer: ClientTrainer | StepTrainer = (
+        StepTrainer(costs.train, policy.slots, policy.fixed)
+        if policy.by_step
+        else ClientTrainer(costs.train, policy.slots, policy.fixed, policy.scheduling)
+    )
     together = None if policy.overlap else asyncio.Barrier(len(jobs))
     experiments = [_Experiment(job, sampler, trainer, policy, together) for job in jobs]
     for experiment in experiments:
-        experiment.tell_gate(0)
+        experiment.tell_work_left(0)
     async with asyncio.TaskGroup() as tasks:
         for experiment in experiments:
             tasks.create_task(experiment.run())
@@ -162,10 +166,11 @@ class _Experiment:
             await self._meet()
             await self._train(step)
             await self._meet()
-            self.tell_gate(step)
+            self.tell_work_left(step)
         self._job.end = self._loop.time()
         await self._ahead.close()
         self._sampler.gate.remove(self._job.name)
+        self._trainer.remove(self._job.name)
 
     async def draw(self, plan: Plan, step: int, position: int) -> Drawn:
         start = self._loop.time()
@@ -174,14 +179,16 @@ class _Experiment:
         self._job.rollout.append(self._loop.time() - start)
         return Drawn(step, groups, position + GROUPS, GROUPS, GROUPS, self._job.rollout[-1], 0.0)
 
-    def tell_gate(self, step: int) -> None:
+    def tell_work_left(self, step: int) -> None:
         """Tokens that are left, as clora_engine.plan counts them: the most that is possible while nothing is known."""
         each = self._sampler.tokens[self._job.name] / step if step else GROUPS * GROUP_SIZE * TURNS * MAX_TURN_TOKENS
-        self._sampler.gate.register(self._job.name, WEIGHT, round((self._job.steps - step) * each))
+        left = round((self._job.steps - step) * each)
+        self._sampler.gate.register(self._job.name, WEIGHT, left)
+        self._trainer.register(self._job.name, WEIGHT, left)
 
     async def _train(self, step: int) -> None:
         start = self._loop.time()
-        await self._trainer.step(self._job.name)
+        await self._trainer.step(self._job.name, self._sampler.tokens[self._job.name] // step)
         self._sampler.publish(self._job.name, step)
         self._job.train.append(self._loop.time() - start)
         await self._trainer.commit(self._job.name)

@@ -183,8 +183,8 @@ def _policies(document: Document) -> list[str]:
         "## What clora's policies would give at the reference's costs",
         "",
         f"N experiments of {document['settings']['sweep_steps']} steps, all at once, against the same N one after the"
-        " other. Each row adds to *overlap*, the engine as it is: FairShare, and a trainer that takes the passes of all"
-        " experiments in the order in which they come, and what takes no pass (optim_step, export, save) before them."
+        " other. Each row adds to *overlap*, the engine as it is: FairShare at the sampler and at the trainer, which"
+        " makes what takes no pass (optim_step, export, save) before all passes."
         f" *Fused* joins calls by the engine's own client; a pass of k is assumed to cost {fixed:g} +"
         f" {1 - fixed:g} k of one. The engine joins only calls that fit into a micro-batch together: steps of this"
         " size don't, so that row is what it would give if they did.",

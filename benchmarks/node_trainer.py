@@ -16,13 +16,16 @@ from typing import cast
 
 import msgspec
 
+from clora_api.v1alpha1.engine import Scheduling
 from clora_engine import trainer_protocol as protocol
 from clora_engine.trainer_client import TrainerClient
-from clora_engine.types import AdamParams, ForwardBackwardResult, Loss, OptimResult
+from clora_engine.types import AdamParams, ForwardBackwardResult, Loss, OptimResult, Row
 
 ADAM = AdamParams(learning_rate=1e-5)
 LOSS = Loss(name="PPO", denominator=1.0)
 ANY_SIZE = 1 << 30
+TOKENS_EACH = 16
+"""Tokens for each position that the client is told of: without threads in virtual time, batches must be small."""
 
 
 def _pass_seconds(seconds: float, fixed: float, steps: int) -> float:
@@ -33,11 +36,14 @@ class ClientTrainer:
     """A step's calls through the engine's own client, in the order of clora_engine.training. slots: calls that one pass
     can join; every call is taken to be small enough for it."""
 
-    def __init__(self, seconds: float, slots: int, fixed: float) -> None:
+    def __init__(self, seconds: float, slots: int, fixed: float, scheduling: Scheduling) -> None:
         reader = asyncio.StreamReader()
         self._process = _Process(seconds, fixed, reader)
         self._client = TrainerClient(
-            cast(asyncio.subprocess.Process, self._process), reader, cast(asyncio.StreamWriter, self._process)
+            cast(asyncio.subprocess.Process, self._process),
+            reader,
+            cast(asyncio.StreamWriter, self._process),
+            scheduling,
         )
         self._client.info = protocol.StartInfo(0, 0, 0, 0, 0.0, slots=slots, join_below=ANY_SIZE)
         self._client._tokens_per_pass = ANY_SIZE  # what TrainerClient.start would set
@@ -46,9 +52,16 @@ class ClientTrainer:
     def busy_seconds(self) -> float:
         return self._process.busy_seconds
 
-    async def step(self, experiment: str) -> None:
+    def register(self, experiment: str, weight: int, remaining_tokens: int) -> None:
+        self._client.register(experiment, weight, remaining_tokens // TOKENS_EACH)
+
+    def remove(self, experiment: str) -> None:
+        self._client.remove(experiment)
+
+    async def step(self, experiment: str, tokens: int) -> None:
         """forward_backward, optim_step, and the export that is published."""
-        await self._client.forward_backward(experiment, [], LOSS)
+        rows = [Row(prompt=[0] * (tokens // TOKENS_EACH), completions=[])]
+        await self._client.forward_backward(experiment, rows, LOSS)
         await self._client.optim_step(experiment, ADAM)
         await self._client.export(experiment, "")
 
@@ -120,7 +133,13 @@ class StepTrainer:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._pass: asyncio.Task[None] | None = None
 
-    async def step(self, experiment: str) -> None:
+    def register(self, experiment: str, weight: int, remaining_tokens: int) -> None:
+        pass  # first come, first served
+
+    def remove(self, experiment: str) -> None:
+        pass
+
+    async def step(self, experiment: str, tokens: int) -> None:
         done = asyncio.get_running_loop().create_future()
         self._waiting.append(done)
         if self._pass is None or self._pass.done():

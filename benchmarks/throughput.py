@@ -3,9 +3,9 @@
     python -m benchmarks.throughput --work FOLDER --out docs/benchmarks/throughput.json
     python -m benchmarks.throughput render docs/benchmarks/throughput.json > docs/benchmarks/throughput.md
 
-The experiments are those of bench-learning. *saturated*: 64 episodes a step, all in flight at once, tools that answer
-at once. *agentic*: 16 episodes a step, 4 in flight, tools that take 0.5 to 2 s, as an agent's do; a server of the
-benchmark's own answers them, over the HTTP environment.
+The experiments are those of bench-learning, with two workloads: *saturated*, all of a step's episodes in flight at
+once, with tools that answer at once, and *agentic*, few of them in flight, with tools that take as long as an agent's
+do; a server of the benchmark's own answers them, over the HTTP environment.
 
 Each case is a part: a fresh engine, the warm-up, then the eight experiments. Parts that are finished in FOLDER are not
 run again. Short repetitions of all cases are interleaved; the long one has as many steps as the learning curves need.
@@ -190,7 +190,13 @@ def publish(parts: Parts, out: Path) -> None:
             limit = limit_seconds(rates, one, WORKLOADS[part.case.workload].in_flight)
             records.append(one | {"limit_seconds": round(limit, 2)})
             commits.add(measured["commit"])
-    settings = {"rates": asdict(rates), "steps": LONG_STEPS, "short_steps": SHORT_STEPS, "commits": sorted(commits)}
+    settings = {
+        "rates": asdict(rates),
+        "steps": LONG_STEPS,
+        "short_steps": SHORT_STEPS,
+        "workloads": {name: asdict(work) for name, work in WORKLOADS.items()},
+        "commits": sorted(commits),
+    }
     report.write(out, "benchmarks.throughput", settings, headlines(records), records)
     write_plot(records, out.with_suffix(".svg"))
 

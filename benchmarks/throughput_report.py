@@ -19,10 +19,6 @@ from benchmarks.learning_report import ENDS, sigma
 from benchmarks.report import Spread
 
 Record = dict[str, Any]
-DESCRIPTIONS = {
-    "agentic": "16 episodes a step, 4 of an experiment in flight, and a calculator over HTTP that takes 0.5 to 2 s.",
-    "saturated": "64 episodes a step, all in flight, tools that answer at once.",
-}
 LONG = "long"
 """The repetition that has as many steps as the learning curves need."""
 
@@ -140,7 +136,7 @@ def reward_delta(long: Sequence[Record]) -> float:
 
 def render(document: Mapping[str, Any]) -> str:
     """The document as Markdown."""
-    return "\n".join([*_head(document), *_tables(document["records"])])
+    return "\n".join([*_head(document), *_tables(document["records"], document["settings"]["workloads"])])
 
 
 def _head(document: Mapping[str, Any]) -> Iterator[str]:
@@ -166,12 +162,23 @@ def _head(document: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _tables(records: Sequence[Record]) -> Iterator[str]:
+def description(workload: Mapping[str, Any]) -> str:
+    """Of a workload as throughput.py has it: prompts, group, in_flight, tools_seconds."""
+    episodes, in_flight = workload["prompts"] * workload["group"], workload["in_flight"]
+    flying = "all in flight" if in_flight >= episodes else f"{in_flight} of an experiment in flight"
+    takes = "tools that answer at once"
+    if workload["tools_seconds"] is not None:
+        fastest, slowest = workload["tools_seconds"]
+        takes = f"and a calculator over HTTP that takes {fastest:g} to {slowest:g} s"
+    return f"{episodes} episodes a step, {flying}, {takes}."
+
+
+def _tables(records: Sequence[Record], workloads: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     runs = Runs(records)
     for workload in runs.workloads:
         yield f"## {workload}"
         yield ""
-        yield DESCRIPTIONS[workload]
+        yield description(workloads[workload])
         yield ""
         yield (
             "| at once | policy | last | mean | first | last, cold | share of the limit | step | rollout | train"

@@ -27,7 +27,8 @@ from pathlib import Path
 from clora_engine import advantages
 from clora_engine.chat import Renderer, load_tokenizer
 from clora_engine.environments.word_problems import WordProblems
-from clora_engine.rollout import Prompt, RolloutConfig, Rollouts
+from clora_engine.rollout import Rollouts
+from clora_engine.rollout_config import Prompt, RolloutConfig
 from clora_engine.sampler import Lease, Sampler, SamplerConfig
 from clora_engine.trainer_client import TrainerClient
 from clora_engine.types import AdamParams, Group, LoraConfig, Loss, Version

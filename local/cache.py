@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,6 +44,19 @@ def exclusive(lock_file: Path, waiting_for: str) -> Iterator[None]:
         yield
 
 
+def made_once(folder: Path, what: str, make: Callable[[Path], None]) -> Path:
+    """`folder`; where it is missing, what `make` puts into the folder that it is given, once that is whole. While
+    another process makes it, it is waited for, not made again."""
+    with exclusive(folder.with_suffix(".lock"), what):
+        if not folder.is_dir():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            make(partial)
+            partial.rename(folder)
+    return folder
+
+
 def install_pinned(requirements: Path, target: Path) -> None:
     """Installs a hash-pinned requirements file, without dependencies, into the folder `target`.
 
@@ -57,8 +70,39 @@ def install_pinned(requirements: Path, target: Path) -> None:
         raise LocalClusterError(f"cannot install {requirements.name} ({' '.join(installer)}):\n{done.stderr.strip()}")
 
 
+def pinned_environment(folder: Path, requirements: Path, base: str) -> Path:
+    """The interpreter of a Python environment at `folder`, made from a hash-pinned file where it is not there yet.
+
+    Args:
+        base: the Python that it is an environment of.
+    """
+    python = folder / "bin" / "python"
+    with exclusive(folder.with_name(folder.name + ".lock"), f"the environment {folder.name}"):
+        if not (folder / ".installed").exists():
+            say(f"installing {requirements.name}")
+            shutil.rmtree(folder, ignore_errors=True)
+            pinned = ["--no-deps", "--require-hashes", "-r", str(requirements)]
+            if uv := working_uv():
+                _call([uv, "venv", "--quiet", "--python", base, str(folder)])
+                _call([uv, "pip", "install", "--quiet", "--python", str(python), *pinned])
+            else:
+                _call([base, "-m", "venv", str(folder)])
+                _call([str(python), "-m", "pip", "install", "--quiet", *pinned])
+            (folder / ".installed").touch()
+    return python
+
+
+def _call(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode != 0:
+        raise LocalClusterError(f"{' '.join(command[:3])} failed:\n{done.stderr.strip()}")
+
+
 def working_uv() -> str | None:
-    """A version manager may have put a `uv` on the PATH that only says which Python lacks it."""
-    uv = shutil.which("uv")
-    works = uv and subprocess.run([uv, "--version"], capture_output=True, check=False).returncode == 0  # noqa: S603
-    return uv if works else None
+    """The one on the PATH, or else the one that local/install.sh has fetched. A version manager may have put a `uv` on
+    the PATH that only says which Python lacks it."""
+    fetched = cache_dir() / "uv-tool" / "bin" / "uv"
+    for uv in (shutil.which("uv"), str(fetched) if fetched.exists() else None):
+        if uv and subprocess.run([uv, "--version"], capture_output=True, check=False).returncode == 0:  # noqa: S603
+            return uv
+    return None

@@ -253,19 +253,20 @@ class ControlPlane:
         pki.write_private(self._state_file, json.dumps({**self._state(), **changes}).encode())
 
 
-def free_port() -> int:
-    """A port that nobody listens on, below those that the kernel gives to connections which go out: one of these could
-    take it while the server that has it is started again."""
+def free_port(in_a_row: int = 1) -> int:
+    """A port that nobody listens on, at any address, nor on those that follow it, so many in all; below those that the
+    kernel gives to connections which go out: one of these could take it while the server that has it is started again.
+    """
     ports = list(range(20000, 30000))
     random.shuffle(ports)
-    return next(port for port in ports if _is_free(port))
+    return next(port for port in ports if all(_is_free(port + more) for more in range(in_a_row)))
 
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the API server does: TIME_WAIT is no owner
         try:
-            probe.bind((LOOPBACK, port))
+            probe.bind(("", port))
         except OSError:
             return False
         return True

@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
-from local.cache import LocalClusterError, cache_dir, exclusive, say
+from local.cache import LocalClusterError, cache_dir, made_once, say
 
 NAME = "SmolLM2-135M-Instruct"
 
@@ -28,17 +28,11 @@ def model() -> Path:
     (gguf,) = Path(spec.origin).parent.glob("*.gguf")
     key = hashlib.sha256(f"{gguf.name} {gguf.stat().st_size} {Path(__file__).read_text()}".encode()).hexdigest()[:12]
     folder = cache_dir() / "models" / key / NAME
-    with exclusive(folder.parent.with_suffix(".lock"), f"the model {NAME}"):
-        if not folder.is_dir():
-            say(f"making {NAME} from {gguf.name}")
-            partial = folder.with_suffix(".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            _convert(gguf, partial)
-            partial.rename(folder)
-    return folder
+    return made_once(folder, f"the model {NAME}", partial(_convert, gguf))
 
 
 def _convert(gguf: Path, into: Path) -> None:
+    say(f"making {NAME} from {gguf.name}")
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}  # read at import
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

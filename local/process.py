@@ -76,13 +76,17 @@ def dying_with_parent(command: Sequence[str]) -> list[str]:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """None where no such process runs; a zombie counts as ended, and is reaped if it is ours."""
+    """None where no such process runs; a zombie counts as ended, and is reaped if it is ours.
+
+    One with threads has not ended: those of a killed process end one by one, its first perhaps before the others, and
+    until the last of them its ports are taken.
+    """
     try:
         # the second field, the program's name, may hold spaces and brackets: count from its end
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    if fields[0] == "Z":
+    if fields[0] == "Z" and fields[17] == "1":
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
         return None

@@ -15,10 +15,12 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ServiceException
 
@@ -55,6 +57,47 @@ def namespace(kube: client.ApiClient) -> Iterator[str]:
     core.create_namespace({"metadata": {"name": name}})
     yield name
     core.delete_namespace(name)
+
+
+@contextmanager
+def installed_kinds(api: client.ApiClient, folder: Path) -> Iterator[None]:
+    """The kinds whose definitions are in `folder`, until the end of the block."""
+    extensions = client.ApiextensionsV1Api(api)
+    names = []
+    for path in sorted(folder.glob("*.yaml")):
+        definition = yaml.load(path.read_text(), yaml.CSafeLoader)  # a safe loader; some files are long
+        names.append(definition["metadata"]["name"])
+        extensions.create_custom_resource_definition(definition)
+
+    def established() -> bool:
+        found = [extensions.read_custom_resource_definition(name).status.conditions or () for name in names]
+        return all(any(c.type == "Established" and c.status == "True" for c in each) for each in found)
+
+    def some_exist() -> bool:
+        found = extensions.list_custom_resource_definition(_preload_content=False)
+        return any(item["metadata"]["name"] in names for item in json.loads(found.data)["items"])
+
+    wait_until(established, f"the kinds of {folder.name}")
+    yield
+    for name in names:
+        extensions.delete_custom_resource_definition(name)
+    wait_until(lambda: not some_exist(), f"the kinds of {folder.name} to go")
+
+
+def register_webhooks(
+    api: client.ApiClient, definitions: Path, prefix: str, adapt: Callable[[str, dict[str, Any]], bool]
+) -> ExitStack:
+    """A controller's webhooks, under names that begin with `prefix`; closed, they are gone. adapt: is given each one's
+    path and itself, to say where it is reached, and whether it is wanted."""
+    admission, stack = client.AdmissionregistrationV1Api(api), ExitStack()
+    for document in yaml.safe_load_all(definitions.read_text()):
+        name = document["metadata"]["name"] = f"{prefix}-{document['metadata']['name']}"
+        hooks = document["webhooks"]
+        document["webhooks"] = [hook for hook in hooks if adapt(hook["clientConfig"]["service"]["path"], hook)]
+        kind = "mutating" if document["kind"].startswith("Mutating") else "validating"
+        getattr(admission, f"create_{kind}_webhook_configuration")(document)
+        stack.callback(getattr(admission, f"delete_{kind}_webhook_configuration"), name)
+    return stack
 
 
 def writes(control_plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:

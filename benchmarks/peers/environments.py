@@ -11,7 +11,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from benchmarks.report import ROOT
-from local.cache import LocalClusterError, say, working_uv
+from local.cache import LocalClusterError, pinned_environment
 
 SKYRL_PYTHON = "PYTHON_FOR_SKYRL"
 
@@ -39,25 +39,7 @@ def source_path() -> str:
 
 
 def _environment(folder: Path, requirements: str, base: str) -> Path:
-    python = folder / "bin" / "python"
-    if not (folder / ".installed").exists():
-        say(f"installing {requirements}")
-        shutil.rmtree(folder, ignore_errors=True)
-        pinned = ["--no-deps", "--require-hashes", "-r", str(ROOT / "requirements" / requirements)]
-        if uv := working_uv():
-            _call([uv, "venv", "--quiet", "--python", base, str(folder)])
-            _call([uv, "pip", "install", "--quiet", "--python", str(python), *pinned])
-        else:
-            _call([base, "-m", "venv", str(folder)])
-            _call([str(python), "-m", "pip", "install", "--quiet", *pinned])
-        (folder / ".installed").touch()
-    return python
-
-
-def _call(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise LocalClusterError(f"{' '.join(command[:3])} failed:\n{done.stderr.strip()}")
+    return pinned_environment(folder, ROOT / "requirements" / requirements, base)
 
 
 def _python_3_12() -> str:

@@ -15,6 +15,7 @@
                                                    the latest that is kept
     GET    /v1/experiments/{uid}/checkpoints       CheckpointList
     GET    /v1/experiments/{uid}/checkpoints/{step}   the step's PEFT adapter, as a tar
+    GET    /v1/experiments/{uid}/tracking          what trackers that are offline have kept, as a tar; 404 if nothing
     GET    /healthz, /readyz, /metrics             without token
 
 An engine that is still loading its model answers all of /v1 with 503 and the problem not-ready. After a new start (a

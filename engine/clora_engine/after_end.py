@@ -56,6 +56,11 @@ class AfterEnd:
         self.stop()
         return True
 
+    def reweigh(self, weight: int) -> None:
+        """A new weight counts at once."""
+        if self.keeps_slot:
+            self._sampler.register(self._uid, weight, None)
+
     def leave_trainer(self, weight: int) -> None:
         """The end of its last run: nothing but tenants' requests is left to sample, or nothing at all."""
         if self.keeps_slot:

@@ -22,6 +22,8 @@ SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 vLLM) must sleep while they wait. By default they spin, and ruin the other process: on 2 cores, two experiments were 1.6
 times as fast so as with one core each."""
 
+TRAINER_PORT = 29400
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -51,11 +53,14 @@ class EngineConfig:
     max_model_len: int = 8192
     max_num_seqs: int = 256
     kv_cache_bytes: int | None = None
-    scheduling: Scheduling = Scheduling.FAIR_SHARE  # whose tokens come first when the sampler is saturated
+    scheduling: Scheduling = Scheduling.FAIR_SHARE  # whose turn it is while several wait
     sampler_threads: int = 1  # of a sampler on the CPU
     # trainer
-    trainer_gpus: int = 0  # 0: the CPU
+    trainer_gpus: int = 0  # of each node; 0: the CPU
     trainer_processes: int = 1  # of a trainer on the CPU
+    trainer_nodes: int = 1  # this one included; the others run `clora-engine follow`
+    trainer_port: int = TRAINER_PORT  # where the others come to; their ranks meet at the next one
+    other_nodes: tuple[str, ...] = ()  # addresses of the others, once they are there
     shard_base: bool = False  # over the trainer's GPUs or processes
     tokens_per_microbatch: int = 16384
     trainer_threads: int = 1  # of a trainer on the CPU
@@ -86,9 +91,14 @@ class EngineConfig:
         return min(self.max_model_len, self.tokens_per_microbatch)
 
     @property
+    def node_ranks(self) -> int:
+        """Processes of the trainer on each node."""
+        return self.trainer_gpus or self.trainer_processes
+
+    @property
     def trainer_ranks(self) -> int:
         """Processes of the trainer."""
-        return self.trainer_gpus or self.trainer_processes
+        return self.trainer_nodes * self.node_ranks
 
     @property
     def sampler_slots(self) -> int:
@@ -224,12 +234,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Scheduling.FAIR_SHARE,
         choices=list(Scheduling),
         metavar="{" + ",".join(Scheduling) + "}",
-        help="whose tokens come first when the sampler is saturated",
+        help="whose turn it is at sampler and trainer while several wait",
     )
     add("--sampler-threads", type=int, default=cores, help="threads of a sampler on the CPU")
     gpus = range(MAX_TRAINER_GPUS + 1)
-    add("--trainer-gpus", type=int, default=0, choices=gpus, help="GPUs that train; 0: the CPU")
+    add("--trainer-gpus", type=int, default=0, choices=gpus, help="GPUs that train, on each node; 0: the CPU")
     add("--trainer-processes", type=int, default=1, help="processes of a trainer on the CPU, one a socket for example")
+    add("--trainer-nodes", type=int, default=1, help="nodes that train; all but this one run `clora-engine follow`")
+    add("--trainer-port", type=int, default=TRAINER_PORT, help="where the other nodes come; the next one is used too")
     add(
         "--shard-base",
         type=_switch,
@@ -269,4 +281,26 @@ def from_arguments(args: argparse.Namespace) -> EngineConfig:
         raise ValueError("--trainer-processes is for a trainer on the CPU, at least 1; on GPUs there is one for each")
     if config.shard_base and config.trainer_ranks < 2:
         raise ValueError("--shard-base spreads the model over several: give more --trainer-gpus or --trainer-processes")
+    _check_nodes(config)
     return config
+
+
+def check_trainer_port(port: int) -> None:
+    """Raises ValueError for one that is none, or has none after it."""
+    if not 1 <= port <= 65534:
+        raise ValueError(f"--trainer-port {port} and the next one are no ports")
+
+
+def _check_nodes(config: EngineConfig) -> None:
+    if config.trainer_nodes < 1:
+        raise ValueError(f"--trainer-nodes {config.trainer_nodes}: this node is one, give at least 1")
+    if config.trainer_nodes == 1:
+        return
+    if config.trainer_processes > 1:
+        raise ValueError("--trainer-processes is for one node: of several on CPUs each has one process")
+    check_trainer_port(config.trainer_port)
+    if {config.port, config.tenant_port} & {config.trainer_port, config.trainer_port + 1}:
+        raise ValueError(
+            f"--trainer-port {config.trainer_port} and the next one are the trainer's: give others to --port and"
+            " --tenant-port"
+        )

@@ -19,7 +19,8 @@ from clora_engine.errors import EngineError
 from clora_engine.journal import Journal
 from clora_engine.patience import Patience
 from clora_engine.plan import Plan
-from clora_engine.rollout import Prompt, Rollouts
+from clora_engine.rollout import Rollouts
+from clora_engine.rollout_config import Prompt
 from clora_engine.sampler import Lease
 from clora_engine.types import Group
 

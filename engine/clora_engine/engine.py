@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from clora_engine.chat import load_tokenizer
 from clora_engine.config import EngineConfig
 from clora_engine.errors import EngineError, UserError
 from clora_engine.journal import next_epoch
+from clora_engine.model_folder import base_model, model_folder
 from clora_engine.sampler import Sampler, SamplerConfig
+from clora_engine.sampler_config import share_of_host
 from clora_engine.server.app import create_app
 from clora_engine.server.auth import TokenFile
 from clora_engine.server.connections import BACKLOG, MOST_CONNECTIONS, Crowd
@@ -36,6 +39,7 @@ from clora_engine.server.tenants import create_tenant_app
 from clora_engine.supervisor import Supervisor
 from clora_engine.trainer_client import TrainerClient
 from clora_engine.trainer_memory import host_memory
+from clora_engine.trainer_nodes import TrainerNodes
 from clora_engine.training import Services
 
 log = logging.getLogger(__name__)
@@ -56,6 +60,9 @@ async def serve(config: EngineConfig) -> int:
     tenants = None if config.tenant_port is None else _listen(config.host, config.tenant_port, "--tenant-port")
     epoch = await asyncio.to_thread(next_epoch, config.storage)
     supervisor = Supervisor(config, epoch, distribution_version("clora"))
+    nodes = _trainer_nodes(config, token) if config.trainer_nodes > 1 else None
+    if nodes is not None:
+        supervisor.waits_for = lambda: nodes.waits_for
     registry = CollectorRegistry()
     registry.register(EngineCollector(supervisor))
     # HTTP comes up before the model, so that a liveness probe is answered while it loads.
@@ -66,7 +73,7 @@ async def serve(config: EngineConfig) -> int:
         servers.append((_server(create_tenant_app(supervisor), http=crowd.protocol, backlog=BACKLOG), tenants))
     serving = [asyncio.create_task(server.serve(sockets=[socket])) for server, socket in servers]
     try:
-        return await _live(config, epoch, supervisor)
+        return await _live(config, epoch, supervisor, nodes)
     finally:
         for server, _ in servers:
             server.should_exit = True
@@ -91,14 +98,14 @@ def _tenant_connections() -> int:
     return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, soft // FILES_PER_CONNECTION)
 
 
-async def _live(config: EngineConfig, epoch: int, supervisor: Supervisor) -> int:
+async def _live(config: EngineConfig, epoch: int, supervisor: Supervisor, nodes: TrainerNodes | None) -> int:
     """From loading the model to the end. At SIGTERM every running step is brought to its commit first."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     stopping = asyncio.create_task(stop.wait())
     async with contextlib.AsyncExitStack() as stack:
-        loading = asyncio.create_task(_load(config, epoch, stack))
+        loading = asyncio.create_task(_load(config, epoch, nodes, stack))
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             loading.cancel()
@@ -119,12 +126,19 @@ async def _live(config: EngineConfig, epoch: int, supervisor: Supervisor) -> int
         return 0
 
 
-async def _load(config: EngineConfig, epoch: int, stack: contextlib.AsyncExitStack) -> Services:
+async def _load(
+    config: EngineConfig, epoch: int, nodes: TrainerNodes | None, stack: contextlib.AsyncExitStack
+) -> Services:
     """Starts trainer and sampler side by side. What was started is closed by `stack`, also when the other fails."""
     log.info("epoch %d: loading %s", epoch, config.served_name)
-    model = await asyncio.to_thread(_model_folder, config)
-    sampler = Sampler(_sampler_config(config, model))
-    starting = asyncio.create_task(_start_trainer(config, model))
+    if nodes is not None:
+        stack.push_async_callback(nodes.close)
+    model = await asyncio.to_thread(model_folder, config.model, config.revision)
+    memory = host_memory()
+    sampler_config = _sampler_config(config, model, memory[0])
+    sampler = Sampler(sampler_config)
+    starting = asyncio.create_task(_start_trainer(config, sampler_config, nodes, memory))
+    starting.add_done_callback(_say_failure)  # at once: vLLM, which may take minutes yet, cannot be stopped
 
     async def close_trainer() -> None:
         starting.cancel()
@@ -134,7 +148,17 @@ async def _load(config: EngineConfig, epoch: int, stack: contextlib.AsyncExitSta
     stack.push_async_callback(close_trainer)
     stack.push_async_callback(sampler.close)
     await sampler.start()
-    return Services(config, await starting, sampler, await asyncio.to_thread(load_tokenizer, model))
+    trainer = await starting
+    if nodes is not None:
+        config = replace(config, other_nodes=nodes.addresses)
+    base = await asyncio.to_thread(base_model, model, config.served_name)
+    return Services(config, trainer, sampler, await asyncio.to_thread(load_tokenizer, model), base)
+
+
+def _say_failure(starting: asyncio.Task[TrainerClient]) -> None:
+    if not starting.cancelled() and (error := starting.exception()) is not None:
+        log.error("the trainer does not start: %s", error)
+        last_words.tell(str(error))
 
 
 def _listen(host: str, port: int, flag: str) -> socket.socket:
@@ -150,41 +174,59 @@ def _listen(host: str, port: int, flag: str) -> socket.socket:
     return listener
 
 
-def _model_folder(config: EngineConfig) -> Path:
-    """The model's local folder; a name on the hub is downloaded first. Raises UserError."""
-    if Path(config.model).is_dir():
-        return Path(config.model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(config.model, revision=config.revision))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise UserError(
-            f"--model {config.model} is neither a folder nor a model that the hub gives: {error}", field="--model"
-        ) from None
+def _trainer_nodes(config: EngineConfig, token: TokenFile) -> TrainerNodes:
+    """The door for the trainer's other nodes, open from the start: they may come before the model is there."""
+    return TrainerNodes(
+        _listen(config.host, config.trainer_port, "--trainer-port"),
+        _listen(config.host, config.trainer_port + 1, "--trainer-port"),
+        nodes=config.trainer_nodes,
+        gpus=config.trainer_gpus,
+        threads=max(1, config.trainer_threads // config.node_ranks),
+        version=distribution_version("clora"),
+        token=token.secret,
+    )
 
 
-async def _start_trainer(config: EngineConfig, model: Path) -> TrainerClient:
+async def _start_trainer(
+    config: EngineConfig, sampler: SamplerConfig, nodes: TrainerNodes | None, memory: tuple[int, int]
+) -> TrainerClient:
+    """memory: the host's, in all and free, before vLLM began to load."""
+    others = None if nodes is None else await nodes.all_there()
+    total, free = memory
+    copies, kv_bytes = (0, 0) if config.sampler_gpus else share_of_host(sampler, total)
     return await TrainerClient.start(
-        str(model),
+        str(sampler.model),
         model_name=config.served_name,
         dtype=config.resolved_dtype,
         device=f"cuda:{config.sampler_gpus}" if config.trainer_gpus else "cpu",
         threads=config.trainer_threads,
         max_rank=config.max_rank,
         tokens_per_microbatch=config.tokens_per_microbatch,
-        host_limit_bytes=config.host_memory_bytes or host_memory()[0] // 2,
+        host_limit_bytes=config.host_memory_bytes or total // 2,
         slots=config.trainer_slots,
         max_adapters=config.max_experiments,
         gradient_checkpointing=config.gradient_checkpointing,
         spill_directory=str(config.storage),
-        processes=config.trainer_ranks,
+        processes=config.node_ranks,
         shard_base=config.shard_base,
+        scheduling=config.scheduling,
+        others=others,
+        sampler_copies=copies,
+        sampler_kv_bytes=kv_bytes,
+        host_free_bytes=free,
     )
 
 
-def _sampler_config(config: EngineConfig, model: Path) -> SamplerConfig:
+def _kv_cache_bytes(config: EngineConfig, total: int) -> int | None:
+    """Of each of the sampler's ranks, on a host with `total` bytes. Where nothing is said, vLLM takes what a GPU has
+    left, and on a CPU an eighth of the memory: its own choice there is nearly all of it, and the trainer needs some."""
+    if config.kv_cache_bytes is not None or config.sampler_gpus:
+        return config.kv_cache_bytes
+    return total // 8 // config.data_parallel_size
+
+
+def _sampler_config(config: EngineConfig, model: Path, memory: int) -> SamplerConfig:
+    """memory: all of the host's, in bytes."""
     return SamplerConfig(
         model=model,
         versions_root=config.versions_root / f"clora-{config.port}",
@@ -194,7 +236,7 @@ def _sampler_config(config: EngineConfig, model: Path) -> SamplerConfig:
         served_name=config.served_name,
         dtype=config.resolved_dtype,
         max_num_seqs=config.max_num_seqs,
-        kv_cache_bytes=config.kv_cache_bytes,
+        kv_cache_bytes=_kv_cache_bytes(config, memory),
         threads=None if config.sampler_gpus else config.sampler_threads,
         shares_cores=not config.trainer_gpus,
         tensor_parallel_size=config.tensor_parallel_size,

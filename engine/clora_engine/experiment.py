@@ -42,6 +42,7 @@ from clora_engine.reported import TOKEN_TAKEN, reported_best, reported_checkpoin
 from clora_engine.result import read_result, write_result
 from clora_engine.tracking import Tracking
 from clora_engine.training import Services, StepOutcome, Training
+from clora_engine.work_left import WorkLeft
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Experiment:
         self._services = services
         self._epoch = epoch
         self._changed = changed
-        self._journal = Journal(services.config.storage, desired.uid, epoch)
+        self._journal = Journal(services.config.storage, desired.uid, epoch, services.base)
         self._patience = Patience(self._storage_full, lambda: self._stopping)
         self._tracking = Tracking(services.config, self._journal.folder, changed)
         self._training = Training(services, self._journal, desired.uid, self._set_activity, self._patience)
@@ -77,7 +78,7 @@ class Experiment:
         self._attempt_of_failure = 0
         self._progress = Progress()
         self._commit: Commit | None = None
-        self._remaining: int | None = None  # tokens left to sample, while the sampler's gate knows of it
+        self._work_left = WorkLeft(services, desired.uid)
         self._activity = ""
         self._loaded = False
         self._stopping = False  # leave the slot at the end of the present step
@@ -92,8 +93,8 @@ class Experiment:
         await self._plan_now()
 
     def require_commits(self) -> None:
-        """Raises CheckpointError when it has come further than this storage knows: another volume is mounted, or its
-        files were removed. It must not begin anew as if nothing had been."""
+        """Raises CheckpointError when it has come further than this storage knows (another volume is mounted, or its
+        files were removed), or on another base model. It must not begin anew as if nothing had been."""
         wanted, found = self.desired.committed_step, self._journal.commits()
         if wanted is not None and (not found or found[-1] < wanted):
             has = f"ends at step {found[-1]}" if found else "has no step of it"
@@ -101,6 +102,7 @@ class Experiment:
                 f"step {wanted} was committed, but this engine's storage {has}: attach the volume that holds it"
                 f" (experiments/{self.desired.uid}), or delete the experiment and create it again to begin anew"
             )
+        self._journal.require_base()
 
     async def _plan_now(self) -> Plan:
         if self._plan is None or self._plan_digest != self.spec_digest:
@@ -129,9 +131,9 @@ class Experiment:
         before = self.desired
         self.desired = desired
         self.spec_digest = spec_digest(desired)
-        at_the_gate = self._remaining is not None or self.keeps_slot
-        if at_the_gate and desired.spec.weight != before.spec.weight:
-            self._services.sampler.register(desired.uid, desired.spec.weight, self._remaining)
+        if desired.spec.weight != before.spec.weight:
+            self._work_left.reweigh(desired.spec.weight)
+            self._after.reweigh(desired.spec.weight)
         if not self._wants_serving:
             self._after.stop()
         self._tracking.update(desired)
@@ -205,7 +207,7 @@ class Experiment:
                 )
                 self._take(outcome)
                 plan = await self._plan_now()
-                self._tell_gate(plan)
+                self._tell_work_left(plan)
             await self._leave(plan)
         except Exception as error:
             self._fail(error)
@@ -233,7 +235,7 @@ class Experiment:
 
     async def _prepare(self) -> Plan:
         plan = await self._plan_now()
-        self._tell_gate(plan)  # at once, so that seats come free for it while it prepares
+        self._tell_work_left(plan)
         await asyncio.to_thread(self._journal.claim, self.desired.namespace, self.desired.name)
         commit = await asyncio.to_thread(self._journal.resume)
         self._tracking.begin(self.desired, commit.manifest.metrics_bytes if commit else 0)
@@ -246,7 +248,7 @@ class Experiment:
             await trainer.load(uid, commit.folder, optimizer=True, config=plan.lora)
             self._commit = commit
             self._progress.resume(commit, await asyncio.to_thread(self._journal.read_metrics))
-            self._tell_gate(plan)
+            self._tell_work_left(plan)
             await self._training.resume(plan, commit)
         self._progress.published_step, self._loaded = self._progress.step, True
         if self.phase is Phase.PREPARING:
@@ -260,11 +262,8 @@ class Experiment:
             self._journal.drop_groups(step)
             self._journal.write_json("attempt.json", str(self.desired.attempt).encode())
 
-    def _tell_gate(self, plan: Plan) -> None:
-        """Weight and work left, for the sampler's gate; one that never samples must not have seats set aside for it."""
-        if plan.samples:
-            self._remaining = plan.remaining_tokens(self._progress.step, self._progress.step_tokens)
-            self._services.sampler.register(self.desired.uid, self.desired.spec.weight, self._remaining)
+    def _tell_work_left(self, plan: Plan) -> None:
+        self._work_left.tell(plan, self._progress, self.desired.spec.weight)
 
     async def _leave(self, plan: Plan) -> None:
         """Everything made is committed before the slot is left, and before anything is waited for: an environment that
@@ -320,7 +319,8 @@ class Experiment:
     async def _release(self) -> None:
         """Leaves the trainer, and the sampler unless it is served; the files stay."""
         self._tracking.end({Phase.SUCCEEDED: True, Phase.FAILED: False}.get(self.phase))
-        self._loaded, self._remaining = False, None
+        self._loaded = False
+        self._work_left.leave_trainer()
         try:
             await self._training.close()
         except EngineError as error:
@@ -342,6 +342,7 @@ class Experiment:
         self._changed()
 
     async def _publish_last_commit(self) -> int:
+        await asyncio.to_thread(self._journal.require_base)
         commit = await asyncio.to_thread(self._journal.read_commit)
         if commit is None:
             raise CheckpointError(f"{self.desired.uid} has no commits to serve")

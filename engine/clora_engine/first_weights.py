@@ -18,7 +18,7 @@ async def load_first_weights(plan: Plan, desired: DesiredExperiment, services: S
     trainer, uid = services.trainer, desired.uid
     if desired.init_source is not None:
         assert plan.spec.init_from is not None
-        source = Journal(services.config.storage, desired.init_source.uid, epoch)
+        source = Journal(services.config.storage, desired.init_source.uid, epoch, services.base)
         folder = await asyncio.to_thread(_folder_of, source, desired.init_source.step, desired.namespace)
         await trainer.load(uid, folder, optimizer=plan.spec.init_from.optimizer, config=plan.lora)
     elif plan.init_folder is not None:
@@ -40,6 +40,7 @@ def _folder_of(journal: Journal, step: int | None, namespace: str) -> Path:
         )
     try:
         commit = journal.read_commit(step)
+        journal.require_base(step)
     except CheckpointError as error:
         raise UserError(str(error), reason="InitFromNotFound", field="initFrom.experiment.step") from None
     if commit is None:

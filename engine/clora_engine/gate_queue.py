@@ -16,12 +16,7 @@ to what a share of the seats costs: where an estimate was too high, the rounds t
 tenant that was alone, and cost nobody anything. So over any time in which two tenants have sequences waiting, their
 tokens over weight differ by no more than their deficits can, however long that time is.
 
-ShortestRemaining serves first who has the least work left, in tokens over weight. Ageing: a tenant that has been passed
-by for more than PATIENCE times its own work is served first (the one passed by longest). What it is granted then uses
-up PATIENCE times as much of that, so it is served on to its end, and all its work together waits for at most PATIENCE
-times itself in tokens of others, and one sequence of every other tenant that starved too. Less patience, or an age that
-counts from the first token on, would turn equal tenants into a round robin, which is what this policy is there to
-avoid.
+ShortestRemaining serves first who has the least work left, with ageing (shortest_remaining.py).
 
 Sequences that run are not taken back; so that a newcomer need not wait for one to end, seats are set aside. Every
 tenant that is registered or has sequences here has a share, its part of the seats by weight, at least one. Whoever has
@@ -38,16 +33,13 @@ Left out: futures, time-outs and seconds (gate.py). Shares hold on each rank by 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from clora_api.v1alpha1.engine import Scheduling
 from clora_engine.errors import CapacityError
+from clora_engine.shortest_remaining import Contender, served
 
-DEFAULT_WEIGHT = 100
-PATIENCE = 8
-"""ShortestRemaining: work of others, in multiples of one's own, after which one is served first."""
 RESERVED_PART = 4
 """One seat in so many is set aside, and at least one."""
 MEAN_OVER = 32
@@ -74,22 +66,14 @@ class Ticket:
 
 
 @dataclass(eq=False, slots=True)
-class _Tenant:
-    """deficit: tokens of credit, negative for a debt. remaining: tokens of work left; None if nobody told. passed_by:
-    tokens granted to others while it waited, less PATIENCE times its own. mean: tokens of a sequence; None before the
-    first has ended.
-    """
+class _Tenant(Contender):
+    """deficit: tokens of credit, negative for a debt. mean: tokens of a sequence; None before the first has ended."""
 
-    name: str
-    weight: int = DEFAULT_WEIGHT
-    remaining: int | None = None
-    registered: bool = False
     waiting: OrderedDict[Ticket, None] = field(default_factory=OrderedDict)
     taken: int = 0
     share: int = 1
     deficit: int = 0
     last_cost: int = 1
-    passed_by: int = 0
     mean: float | None = None
     ended: int = 0
 
@@ -101,16 +85,8 @@ class _Tenant:
         most = head.max_tokens + head.prompt_tokens
         return most if self.mean is None else max(1, min(most, round(self.mean)))
 
-    def work(self) -> float:
-        """Tokens of work left, at the default weight; what waits, if nobody told."""
-        left = len(self.waiting) * self.cost() if self.remaining is None else self.remaining
-        return left * DEFAULT_WEIGHT / self.weight
-
-    def haste(self) -> tuple[bool, float]:
-        """ShortestRemaining: least first."""
-        work = self.work()
-        starved = self.passed_by > PATIENCE * work
-        return not starved, -self.passed_by if starved else work
+    def backlog(self) -> int:
+        return len(self.waiting) * self.cost()
 
     def claim(self) -> int:
         """Seats of its share that it may still take out of turn."""
@@ -214,11 +190,7 @@ class GateQueue:
         self.taken += 1
         tenant.last_cost = cost
         self._pay(tenant, cost)
-        for other in self._ring.values():
-            other.passed_by += cost
-        tenant.passed_by = max(0, tenant.passed_by - (PATIENCE + 1) * cost)  # its own was counted above too
-        if tenant.remaining is not None:
-            tenant.remaining = max(0, tenant.remaining - cost)  # until the next report says it better
+        served({tenant: cost}, self._ring.values())
         self._ring.move_to_end(tenant.name)
         self._leave_ring_if_empty(tenant)
         return ticket
@@ -253,13 +225,14 @@ class GateQueue:
 
     def _choose(self) -> _Tenant | None:
         fair = self._scheduling is Scheduling.FAIR_SHARE
-        first = self._turn() if fair else self._most_hasty(self._tenants.values())
+        # Of equals the one that was known first, so that it comes to its end before the next begins.
+        first = self._turn() if fair else min((t for t in self._tenants.values() if t.waiting), key=_Tenant.haste)
         if first.taken < first.share or self.seats - self.taken > self._set_aside(first):
             return first
         claimants = [tenant for tenant in self._ring.values() if tenant.claim()]
         if fair or not claimants:
             return next(iter(claimants), None)
-        return self._most_hasty(claimants)
+        return min(claimants, key=_Tenant.haste)
 
     def _turn(self) -> _Tenant:
         """Whose credit covers its head. If nobody's does, rounds pass until somebody's does."""
@@ -270,10 +243,6 @@ class GateQueue:
             rounds = min(-((t.deficit - t.cost()) // t.weight) for t in self._ring.values())
             for tenant in self._tenants.values():
                 self._pay(tenant, -rounds * tenant.weight)
-
-    def _most_hasty(self, tenants: Iterable[_Tenant]) -> _Tenant:
-        """Of equals the one that was known first, so that it comes to its end before the next begins."""
-        return min((tenant for tenant in tenants if tenant.waiting), key=_Tenant.haste)
 
     def _set_aside(self, tenant: _Tenant) -> int:
         """Free seats that this tenant must leave to others."""

@@ -36,13 +36,15 @@ import msgspec
 from clora_engine.best import Best
 from clora_engine.errors import CheckpointError, StaleEpochError, UserError
 from clora_engine.journal_files import append, locked, room, sha256, sync, write_atomic
+from clora_engine.model_folder import BaseModel
 from clora_engine.types import Group
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A commit. `files`: name -> sha256 in hex. `metrics_bytes`: length of metrics.jsonl at the commit. `position`:
     examples of the data consumed. `time`: seconds since the Unix epoch. `best`: of all commits up to this one. `uid`:
-    of the experiment that made it (empty: made before this was written down)."""
+    of the experiment that made it, and `base`: the model that it was trained on (unset: made before these were written
+    down)."""
 
     step: int
     epoch: int
@@ -52,6 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     best: Best | None = None
     uid: str = ""
+    base: BaseModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +83,16 @@ def next_epoch(storage: Path) -> int:
 
 
 class Journal:
-    """The folder of experiment `uid`, opened by the engine of `epoch`.
+    """The folder of experiment `uid`, opened by the engine of `epoch`, which has loaded `base` (None: not to be asked).
 
     Not thread-safe: one experiment loop uses it, one call at a time.
     """
 
-    def __init__(self, storage: Path, uid: str, epoch: int) -> None:
+    def __init__(self, storage: Path, uid: str, epoch: int, base: BaseModel | None = None) -> None:
         self.folder = experiment_folder(storage, uid)
         self.uid = uid
         self.epoch = epoch
+        self._base = base
         self._metrics = self.folder / "metrics.jsonl"
 
     # ---------------------------------------------------------------- ownership
@@ -172,6 +176,7 @@ class Journal:
                 time=now,
                 best=best,
                 uid=self.uid,
+                base=self._base,
             )
             data = msgspec.json.encode(manifest)
             shutil.rmtree(folder, ignore_errors=True)  # of a kill between the next two lines; it has no manifest
@@ -195,7 +200,16 @@ class Journal:
         elif step not in steps:
             raise CheckpointError(f"{self.uid} has no committed step {step}; it has {steps or 'none'}")
         folder = self._step_folder(step)
-        data = (folder / "manifest.json").read_bytes()
+        manifest, data = self._manifest(step)
+        for name, digest in manifest.files.items():
+            path = folder / name
+            if Path(name).name != name or not path.is_file() or path.is_symlink() or sha256(path) != digest:
+                raise CheckpointError(f"steps/{step:05d}/{name} of {self.uid} does not match its manifest")
+        return Commit(folder, manifest, hashlib.sha256(data).hexdigest())
+
+    def _manifest(self, step: int) -> tuple[Manifest, bytes]:
+        """And the bytes that say so. Raises CheckpointError."""
+        data = (self._step_folder(step) / "manifest.json").read_bytes()
         try:
             manifest = msgspec.json.decode(data, type=Manifest)
         except msgspec.MsgspecError as error:
@@ -204,11 +218,22 @@ class Journal:
             raise CheckpointError(f"steps/{step:05d}/manifest.json of {self.uid} is of step {manifest.step}")
         if manifest.uid not in ("", self.uid):
             raise CheckpointError(f"steps/{step:05d}/manifest.json of {self.uid} is of experiment {manifest.uid}")
-        for name, digest in manifest.files.items():
-            path = folder / name
-            if Path(name).name != name or not path.is_file() or path.is_symlink() or sha256(path) != digest:
-                raise CheckpointError(f"steps/{step:05d}/{name} of {self.uid} does not match its manifest")
-        return Commit(folder, manifest, hashlib.sha256(data).hexdigest())
+        return manifest, data
+
+    def require_base(self, step: int | None = None) -> None:
+        """Raises CheckpointError when the commit of `step`, or the latest one, is of another base model than the one
+        that is loaded: its weights would fit in shape, and mean nothing."""
+        steps = self.commits()
+        if self._base is None or not steps:
+            return
+        found = self._manifest(steps[-1] if step is None else step)[0]
+        if found.base is None or found.base.fingerprint == self._base.fingerprint:
+            return
+        same = " with other weights" if found.base.name == self._base.name else ""
+        raise CheckpointError(
+            f"step {found.step} was trained on {found.base.name}, and this engine has loaded {self._base.name}{same}:"
+            " give the LoRAEngine that spec.model again, or begin anew with an experiment of another name"
+        )
 
     def resume(self) -> Commit | None:
         """The latest commit, with everything past it taken back: metrics lines, unfinished step folders, and groups

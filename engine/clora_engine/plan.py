@@ -8,6 +8,7 @@ Every error is a UserError that names the field.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,14 +90,13 @@ class Plan:
         )
 
     def remaining_tokens(self, step: int, per_step: float | None) -> int:
-        """Tokens that are left to sample for training after `step`, of so many a step; before anything is known of
-        that, the most that the spec allows."""
+        """Tokens of work that are left after `step`, of so many a step; before anything is known of that, what the
+        spec allows to sample, or, for demonstrations, a completion each."""
         algorithm = self.spec.algorithm
-        if self.supervised:
-            return 0
         if per_step is None:
             episodes = algorithm.prompts_per_step * algorithm.group_size
-            per_step = episodes * self.spec.environment.max_turns * self.spec.sampling.max_tokens
+            turns = episodes * self.spec.environment.max_turns
+            per_step = (algorithm.prompts_per_step if self.supervised else turns) * self.spec.sampling.max_tokens
         return round(max(0, self.spec.max_steps - step) * per_step)
 
     def adam(self, step: int) -> AdamParams:
@@ -138,7 +138,7 @@ def build(desired: DesiredExperiment, config: EngineConfig, tokenizer: Any) -> P
     supervised = spec.algorithm.estimator is Estimator.SFT
     return Plan(
         spec=spec,
-        lora=_lora(spec),
+        lora=_lora(spec, desired.uid),
         factory=factory,
         renderer=renderer,
         data=data.load(
@@ -153,7 +153,9 @@ def build(desired: DesiredExperiment, config: EngineConfig, tokenizer: Any) -> P
 
 
 def _environments(config: EngineConfig) -> Mapping[str, environments.Builder]:
-    hosts = http_addresses.policy(config.environment_hosts, loopback=config.loopback_environments)
+    hosts = http_addresses.policy(
+        config.environment_hosts, loopback=config.loopback_environments, nodes=config.other_nodes
+    )
     return environments.allowed(config.environments, hosts)
 
 
@@ -235,14 +237,20 @@ def _check_algorithm(spec: ExperimentSpec, config: EngineConfig) -> None:
             raise UserError(f"algorithm.optimizer.{name} must be below 1", field=f"algorithm.optimizer.{name}")
 
 
-def _lora(spec: ExperimentSpec) -> LoraConfig:
-    modules = spec.lora.target_modules
+def _lora(spec: ExperimentSpec, uid: str) -> LoraConfig:
+    """Without a seed, one of the uid's: each experiment has its own, and the same one whenever it is planned anew."""
+    modules, seed = spec.lora.target_modules, spec.lora.seed
     return LoraConfig(
         rank=spec.lora.rank,
         alpha=spec.lora.alpha,
         target_modules="all-linear" if modules == ["all-linear"] else tuple(modules),
-        seed=spec.lora.seed,
+        seed=_seed_of(uid) if seed is None else seed,
     )
+
+
+def _seed_of(uid: str) -> int:
+    """Below 2^31, as those that a spec may name."""
+    return int.from_bytes(hashlib.sha256(uid.encode()).digest()[:4]) >> 1
 
 
 def _source(spec: DataSpec, text: str | None, config: EngineConfig) -> data.Source:

@@ -30,8 +30,8 @@ NEWEST = 0.3
 @dataclass(slots=True)
 class Progress:
     """position: in the data. recent: the metrics of the last so many steps, a line each. waited: seconds, for sampler
-    and trainer. pace, step_tokens: running means of a step's seconds and sampled tokens. published_step: what the
-    sampler serves."""
+    and trainer. pace, step_tokens: running means of a step's seconds and of its work, the tokens that it sampled or
+    those that it trained on, whichever are more. published_step: what the sampler serves."""
 
     step: int = 0
     position: int = 0
@@ -54,7 +54,7 @@ class Progress:
         self.reward = values.get("reward_mean", self.reward)
         self.waited += _waited(values)
         self.pace = _running_mean(self.pace, values.get("step_seconds"))
-        self.step_tokens = _running_mean(self.step_tokens, values.get("sampled_tokens"))
+        self.step_tokens = _running_mean(self.step_tokens, _tokens(values))
         if values.get("updates", 1.0) > 0:  # step 0 has none, and is published
             self.published_step = step
 
@@ -66,7 +66,7 @@ class Progress:
         values = self.values
         self.waited = sum(map(_waited, lines))
         self.reward, self.pace = values.get("reward_mean"), values.get("step_seconds")
-        self.step_tokens = values.get("sampled_tokens")
+        self.step_tokens = _tokens(values)
 
     def end(self, last: ReportedProgress) -> None:
         """Shows what was last reported of an experiment that has ended in an earlier life."""
@@ -91,6 +91,11 @@ class Progress:
 def _waited(values: dict[str, Any]) -> float:
     waited: float = values.get("wait_trainer_seconds", 0.0) + values.get("wait_sampler_seconds", 0.0)
     return waited
+
+
+def _tokens(values: dict[str, Any]) -> float | None:
+    """Prompts are trained on and were not sampled; a group without spread was sampled and is not trained on."""
+    return max((values[name] for name in ("sampled_tokens", "trained_tokens") if name in values), default=None)
 
 
 def _running_mean(mean: float | None, value: float | None) -> float | None:

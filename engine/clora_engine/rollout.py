@@ -18,9 +18,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from clora_engine.chat import MessagesError, Renderer
 from clora_engine.closing import begin_closing
@@ -28,72 +26,13 @@ from clora_engine.environments.protocol import EnvironmentFactory, Example, Mess
 from clora_engine.episode import Episode
 from clora_engine.errors import TransientError, UserError
 from clora_engine.rendering import Rendering, TooLongError
+from clora_engine.rollout_config import L, Prompt, RolloutConfig, SamplerLike, concurrency, played_at_once
 from clora_engine.rollout_metrics import Outcome, evaluation_metrics
-from clora_engine.types import Group, Sample, SamplingParams, Version
+from clora_engine.types import Group, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class LeaseLike(Protocol):
-    """A version, held from __enter__ to __exit__."""
-
-    version: Version
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> bool | None: ...
-
-
-L = TypeVar("L", bound=LeaseLike)
-
-
-class SamplerLike(Protocol[L]):
-    """What rollouts need of a sampler."""
-
-    def lease(self, experiment: str) -> L:
-        """Holds the experiment's latest version."""
-        ...
-
-    async def sample(self, lease: L, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[Sample]:
-        """n independent samples that follow `prompt_ids`. Raises TransientError when trying again may help."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutConfig:
-    """How the episodes of one experiment are played.
-
-    max_tokens   tokens that the model may write in one turn
-    max_turns    turns of the model in an episode
-    max_context  positions of prompt and episode together: the sampler's max_model_len
-    concurrency  episodes in flight at once, over all groups
-    """
-
-    experiment: str
-    group_size: int
-    temperature: float
-    max_tokens: int
-    max_turns: int
-    max_context: int
-    concurrency: int = 64
-    environment_timeout_seconds: float = 60.0
-    retries: int = 3
-    retry_seconds: float = 1.0  # before the first retry of a group; doubled for each further one
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One group to be drawn: its place in the step, the data position of its example, and the example."""
-
-    index: int
-    position: int
-    example: Example
-
-
 OnGroup = Callable[[Group], Awaitable[None]]
 
 
@@ -115,7 +54,7 @@ class Rollouts(Generic[L]):
         self._rendering = Rendering(renderer, config.max_context, config.experiment)
         self._factory = factory
         self._config = config
-        self._part = _part(config)
+        self._part = played_at_once(config)
         self._slots = slots or concurrency(config)
         self._asking = 0  # calls of environments under way
         self._asked_since = 0.0
@@ -321,16 +260,6 @@ class Rollouts(Generic[L]):
             if self._asking == 0:
                 self.environment_seconds += time.monotonic() - self._asked_since
         return None
-
-
-def concurrency(config: RolloutConfig) -> asyncio.Semaphore:
-    """The limit on episodes in flight. A group is admitted whole; one that is larger than the limit is played in parts,
-    one after another."""
-    return asyncio.Semaphore(max(1, config.concurrency // _part(config)))
-
-
-def _part(config: RolloutConfig) -> int:
-    return max(1, min(config.group_size, config.concurrency))
 
 
 async def _all(jobs: Sequence[Awaitable[T]]) -> list[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -114,6 +115,17 @@ def engine_args(config: SamplerConfig, lora_modules: tuple[str, ...]) -> AsyncEn
             # No worker process beside the core's: it starts sooner, and nothing spins on a queue between the two.
             args["distributed_executor_backend"] = UniProcExecutor
     return AsyncEngineArgs(**(args | dict(config.extra_args)))
+
+
+def share_of_host(config: SamplerConfig, total: int) -> tuple[int, int]:
+    """What a sampler on the CPU takes of a host with `total` bytes: copies of the base model, and bytes of KV cache of
+    all ranks together. Without kv_cache_bytes, each of vLLM's ranks there fills a fixed share of the host's memory (its
+    gpu_memory_utilization, 92 % by default) with model and cache together, whatever others need: all of it counts as
+    cache then."""
+    ranks = config.data_parallel_size
+    if config.kv_cache_bytes is None:
+        return 0, ranks * math.ceil(total * AsyncEngineArgs.gpu_memory_utilization)
+    return ranks, ranks * config.kv_cache_bytes
 
 
 @contextmanager

@@ -67,6 +67,7 @@ class Supervisor:
         self._news = asyncio.Event()
         self._closing = False
         self.served = ServedAdapters(config.served_versions)
+        self.waits_for: Callable[[], str] = str  # other than for its model, as a phrase
 
     def open(self, services: Services) -> None:
         """The model is loaded: experiments are welcome."""
@@ -75,6 +76,11 @@ class Supervisor:
     @property
     def ready(self) -> bool:
         return self._opened is not None and not self._closing
+
+    @property
+    def starting(self) -> str:
+        """Why it is not ready yet."""
+        return f"the engine {self.waits_for() or 'is loading its model'}"
 
     @property
     def _services(self) -> Services:

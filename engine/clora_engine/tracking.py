@@ -33,7 +33,12 @@ from clora_engine.tracker import protocol
 log = logging.getLogger(__name__)
 
 WANDB_URL = "https://api.wandb.ai"
-PACKAGES = {TrackerKind.WANDB: "wandb", TrackerKind.MLFLOW: "mlflow"}
+# of each kind: its library's package, and the extra of clora that brings it
+LIBRARIES = {
+    TrackerKind.WANDB: ("wandb", "tracking"),
+    TrackerKind.MLFLOW: ("mlflow", "tracking"),
+    TrackerKind.TRACKIO: ("trackio", "trackio"),
+}
 START_SECONDS = 180.0  # to import its library, to wait for the process before it, and to be answered by its server
 ANSWER_SECONDS = 300.0  # to bring what is committed to the tracker
 END_SECONDS = 60.0  # to bring the rest to it once the experiment has left the engine
@@ -47,9 +52,10 @@ def check(spec: ExperimentSpec, config: EngineConfig) -> None:
     """Raises UserError for a tracker that this engine cannot run, or a host that it may not reach."""
     policy = HostPolicy(tuple(AllowedHost.parse(host) for host in config.tracking_hosts))
     for place, tracker in enumerate(spec.tracking or ()):
-        if find_spec(PACKAGES[tracker.kind]) is None:
+        package, extra = LIBRARIES[tracker.kind]
+        if find_spec(package) is None:
             raise UserError(
-                f"this engine's image has no {PACKAGES[tracker.kind]}: install clora with the extra tracking",
+                f"this engine's image has no {package}: install clora with the extra {extra}",
                 field=f"tracking[{place}].kind",
             )
         url = _url(tracker)
@@ -141,6 +147,7 @@ class Tracking:
             hosts=self._config.tracking_hosts,
             loopback=self._config.loopback_environments,
             api_server=os.environ.get("KUBERNETES_SERVICE_HOST"),
+            nodes=self._config.other_nodes,
         )
 
 

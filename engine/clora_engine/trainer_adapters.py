@@ -5,16 +5,27 @@ Whatever can fail fails on all ranks or on none, and leaves the adapter that was
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from clora_engine import peft_io
-from clora_engine.adapter_state import MASTER, AdapterState
+from clora_engine.adapter_state import GRAD, MASTER, AdapterState
 from clora_engine.errors import EngineError, UserError
 from clora_engine.lora import Layout, ModuleShape, initialise, match_targets, rank_bucket
 from clora_engine.store import AdapterStore
 from clora_engine.trainer_base import BaseModel
 from clora_engine.trainer_ranks import Ranks
 from clora_engine.types import AdapterInfo, LoraConfig
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """What an AdapterState is beside its vectors."""
+
+    config: LoraConfig
+    step: int
+    grad_is_zero: bool
 
 
 class Adapters:
@@ -69,6 +80,7 @@ class Adapters:
         with self.ranks.together():
             state = self.store.new_state(config, self._layout_for(config))
             initialise(state.layout, config, state.vectors[MASTER])
+        self.ranks.copy_(state.vectors[MASTER])  # random numbers may differ between kinds of CPUs
         self.store.put(adapter, state)
         return self._info(state)
 
@@ -81,27 +93,20 @@ class Adapters:
         config: LoraConfig | None = None,
         frozen: bool = False,
     ) -> AdapterInfo:
-        """An adapter from a PEFT directory, with its optimizer state or with a fresh one; it replaces an adapter of
-        this name once everything is read and checked. With `config`, the directory must hold an adapter of its rank,
-        alpha and target modules. frozen: it is there for its log-probs, cannot be trained, and takes a quarter of the
-        memory; it has no optimizer state.
+        """An adapter from a PEFT directory that rank 0 reads, with its optimizer state or with a fresh one; it replaces
+        an adapter of this name once everything is read and checked. With `config`, the directory must hold an adapter
+        of its rank, alpha and target modules. frozen: it is there for its log-probs, cannot be trained, and takes a
+        quarter of the memory; it has no optimizer state.
 
         Raises CheckpointError (names file and tensor) when files are missing or damaged, UserError when the adapter is
         of a kind, rank or shape that is not trained here.
         """
         assert not (optimizer and frozen), "what is never trained has no optimizer state"
+        state: AdapterState | None = None
         with self.ranks.together():
-            found = peft_io.read_config(directory)
-            layout = self._layout_for(found)
-            if config is not None:
-                self._check_same(found, config)
-                found = LoraConfig(
-                    rank=config.rank, alpha=config.alpha, target_modules=config.target_modules, seed=config.seed
-                )
-            state = self.store.new_state(found, layout, replacing=adapter, frozen=frozen)
-            peft_io.read_adapter(directory, state)
-            if optimizer:
-                peft_io.read_optimizer(directory, state)
+            if self.ranks.rank == 0:
+                state = self._read(adapter, directory, optimizer=optimizer, config=config, frozen=frozen)
+        state = self._given(adapter, state, frozen=frozen)
         self.store.put(adapter, state)
         return self._info(state)
 
@@ -111,6 +116,11 @@ class Adapters:
             self._trainable(adapter)
         with self.ranks.together():
             state = self.store.sync(adapter)
+            if optimizer and not state.grad_is_zero:  # each rank has a share of it
+                state = replace(state, vectors=state.vectors | {GRAD: state.vectors[GRAD].clone()})
+        if optimizer and not state.grad_is_zero:
+            self.ranks.sum_(state.vectors[GRAD])
+        with self.ranks.together():
             if self.ranks.rank == 0:
                 peft_io.write(
                     directory,
@@ -132,6 +142,37 @@ class Adapters:
         self.store.delete(adapter)
 
     # ------------------------------------------------------------------------------------- inside
+
+    def _read(
+        self, adapter: str, directory: Path, *, optimizer: bool, config: LoraConfig | None, frozen: bool
+    ) -> AdapterState:
+        found = peft_io.read_config(directory)
+        layout = self._layout_for(found)
+        if config is not None:
+            self._check_same(found, config)
+            found = LoraConfig(
+                rank=config.rank, alpha=config.alpha, target_modules=config.target_modules, seed=config.seed
+            )
+        state = self.store.new_state(found, layout, replacing=adapter, frozen=frozen)
+        peft_io.read_adapter(directory, state)
+        if optimizer:
+            peft_io.read_optimizer(directory, state)
+        return state
+
+    def _given(self, adapter: str, read: AdapterState | None, *, frozen: bool) -> AdapterState:
+        """Rank 0's state, on every rank: on another node nobody else may have the directory. read: of rank 0 alone."""
+        head = None if read is None else _Head(read.config, read.step, read.grad_is_zero)
+        first = self.ranks.gather(head, _Head | None)[0]  # type: ignore[arg-type]  # a union is no type to mypy
+        assert first is not None
+        with self.ranks.together():
+            state = read or self.store.new_state(
+                first.config, self._layout_for(first.config), replacing=adapter, frozen=frozen
+            )
+        state.step, state.grad_is_zero = first.step, first.grad_is_zero
+        for name, vector in state.vectors.items():
+            if name != GRAD:  # rank 0's share is all of it
+                self.ranks.copy_(vector)
+        return state
 
     def _trainable(self, adapter: str) -> None:
         if self.store.state(adapter).frozen:

@@ -10,6 +10,7 @@ Left out: quantised bases. Models that are spread over several devices: trainer_
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,9 +139,37 @@ def load_base(
         )
     except (OSError, ValueError) as error:
         raise UserError(f"the checkpoint {path} cannot be loaded: {error}", field="model") from error
+    if ranks is not None and ranks.apart:
+        check_same(model, ranks)
     if ranks is not None and ranks.in_step:
         shard(model, ranks, device)
     return BaseModel.wrap(model.to(device), gradient_checkpointing=gradient_checkpointing)
+
+
+def check_same(model: nn.Module, ranks: Ranks) -> None:
+    """Raises UserError, on all ranks, when one has loaded other weights than rank 0: its node may have another revision
+    of the model. Called by all, within `together`."""
+    ranks.check()
+    found = ranks.gather(fingerprint(model), str)
+    others = [str(rank) for rank, one in enumerate(found) if one != found[0]]
+    if others:
+        raise UserError(
+            f"rank {', '.join(others)} of the trainer has loaded another base model than rank 0: give every node the"
+            " same files, or the same revision on the hub",
+            field="model",
+        )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Of the names, shapes, dtypes and bits of all weights, which are on the CPU: a digest of sums, exact and fast."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        raw = weight.detach().contiguous().view(-1).view(torch.uint8)
+        raw = raw.clone() if raw.storage_offset() % 8 else raw  # or it could not be read as int64
+        whole = raw.numel() // 8 * 8
+        total = int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {total}\n".encode())
+    return digest.hexdigest()
 
 
 def check_checkpoint(path: str, dtype: str) -> None:

@@ -1,12 +1,11 @@
 """TrainerClient: the engine's side of the trainer process.
 
-Commands are queued here and sent one at a time, so that a deleted adapter's queued commands are never run. An adapter's
-calls keep the order in which they were made; those that are no pass through the model go before the passes of others.
-When the turn comes to a forward_backward that is small enough to gain by it, those of other adapters that are waiting
-too join it in one pass; nothing ever waits for others to come. A large call is cut into pieces between which the calls
-of others come in, so that no step of any size holds the trainer; it has its place in the queue at once, and is sent
-when it has become bytes, in threads (trainer_wire.py). When the process dies, every pending and later call
-raises TrainerDied and `died` is set: the owner ends the epoch; nothing is restarted here.
+Commands are queued here and sent one at a time, in the order that trainer_queue.py decides, so that a deleted adapter's
+queued commands are never run. When the turn comes to a forward_backward that is small enough to gain by it, those of
+other adapters that are waiting too join it in one pass. A large call is cut into pieces between which the calls of
+others come in, so that no step of any size holds the trainer; it has its place in the queue at once, and is sent when
+it has become bytes, in threads (trainer_wire.py). When the process dies, every pending and later call raises
+TrainerDied and `died` is set: the owner ends the epoch; nothing is restarted here.
 
 A caller that is cancelled while its command runs does not undo it: a forward_backward still adds its gradient. Such a
 caller must load or delete its adapter before it trains on. When a piece of a call fails, or its caller is cancelled,
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,12 +24,14 @@ from typing import TypeVar
 
 import msgspec
 
+from clora_api.v1alpha1.engine import Scheduling
 from clora_engine import trainer_protocol as protocol
 from clora_engine.busy_clock import BusyClock
 from clora_engine.errors import EngineError, TrainerDied
-from clora_engine.trainer_calls import Call, joining, next_call
+from clora_engine.trainer_calls import Call, Piece, cost_of
 from clora_engine.trainer_cut import count_trained, cut, joined_logprobs, joined_results, trained
-from clora_engine.trainer_launch import launch
+from clora_engine.trainer_launch import OtherNodes, launch
+from clora_engine.trainer_queue import TrainerQueue
 from clora_engine.trainer_wire import apart, decoded_logprobs, encoded, tokens_of
 from clora_engine.types import AdamParams, AdapterInfo, ForwardBackwardResult, LoraConfig, Loss, OptimResult, Row
 
@@ -49,18 +49,22 @@ PASSES_PER_CALL = 16  # micro-batches after which another adapter's turn comes: 
 class TrainerClient:
     """Made by `start`. `died` is set when the process ended without `close`; `death` then says how.
 
-    info: what the process reported of its base model. busy: the time in which a command ran.
+    info: what the process reported of its base model, once it has. busy: the time in which a command ran.
     """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        scheduling: Scheduling = Scheduling.FAIR_SHARE,
     ) -> None:
         self.died = asyncio.Event()
         self.death: TrainerDied | None = None
-        self.info: protocol.StartInfo
+        self.info = protocol.StartInfo(0, 0, 0, 0, 0.0, slots=1, join_below=0)
         self.busy = BusyClock()
         self._process, self._reader, self._writer = process, reader, writer
-        self._queue: deque[Call] = deque()
+        self._queue = TrainerQueue(scheduling)
         self._current: list[Call] = []
         self._half: set[str | None] = set()  # adapters that have the gradient of half a call
         self._last_words = ""  # of the process
@@ -87,18 +91,27 @@ class TrainerClient:
         spill_directory: str | None = None,
         processes: int = 1,
         shard_base: bool = False,
+        scheduling: Scheduling = Scheduling.FAIR_SHARE,
+        others: OtherNodes | None = None,
+        sampler_copies: int = 0,
+        sampler_kv_bytes: int = 0,
+        host_free_bytes: int | None = None,
     ) -> TrainerClient:
         """Starts the process and loads the base model.
 
         device: "cpu", or "cuda:N", the N-th of the devices visible here. dtype: "float32" or "bfloat16". processes:
         that share the work, on GPUs one for each device from N on. threads: CPU threads of all of them together.
-        shard_base: the base model is spread over their devices instead of copied to each. slots: as Trainer's, and
+        others: the ranks of other nodes that share it too, as many on each; they are the process's from now on.
+        shard_base: the base model is spread over all devices instead of copied to each. slots: as Trainer's, and
         calls are joined whenever they can; None: as many as pay by a measurement at the start, for at most
-        max_adapters, and only calls that gain by it are joined. host_limit_bytes: shared by the processes. The other
-        arguments are Trainer's. Raises UserError for a model that cannot be trained or does not fit, and TrainerDied
-        when the process ends before it is ready.
+        max_adapters, and only calls that gain by it are joined. host_limit_bytes: shared by the processes of a node.
+        scheduling: whose passes come first. sampler_copies, sampler_kv_bytes, host_free_bytes: what a sampler on the
+        same host will take, and what was free there before (protocol.Start). The other arguments are Trainer's.
+
+        Raises UserError for a model that cannot be trained or does not fit, and TrainerDied when the process ends
+        before it is ready.
         """
-        client = cls(*await launch(device, max(1, threads // processes), processes))
+        client = cls(*await launch(device, max(1, threads // processes), processes, others), scheduling)
         command = protocol.Start(
             model_path=model_path,
             model_name=model_name,
@@ -112,8 +125,11 @@ class TrainerClient:
             gradient_checkpointing=gradient_checkpointing,
             spill_directory=spill_directory,
             shard_base=shard_base,
+            sampler_copies=sampler_copies,
+            sampler_kv_bytes=sampler_kv_bytes,
+            host_free_bytes=host_free_bytes,
         )
-        client._tokens_per_pass = tokens_per_microbatch * processes
+        client._tokens_per_pass = tokens_per_microbatch * (processes + len(others.connections if others else ()))
         try:
             client.info = await client._call(None, command, protocol.StartInfo)
         except BaseException:
@@ -124,6 +140,17 @@ class TrainerClient:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    # ------------------------------------------------------------------------------------- scheduling
+
+    def register(self, experiment: str, weight: int, remaining_tokens: int | None) -> None:
+        """Make an experiment known to the queue until `remove`, or change its weight and the tokens of work that it has
+        left (None: whatever is asked for): at once, also of what waits."""
+        self._queue.register(experiment, weight, remaining_tokens)
+
+    def remove(self, experiment: str) -> None:
+        """Forget an experiment; what of it waits is still made."""
+        self._queue.remove(experiment)
 
     # ------------------------------------------------------------------------------------- commands (see Trainer)
 
@@ -214,13 +241,13 @@ class TrainerClient:
         adapters' may come, and none of this adapter's."""
         if self.death is not None or self._closing:
             raise TrainerDied(str(self.death or "the trainer was closed"))
-        positions = max(tokens, 1) if kind is protocol.ForwardBackward else 0
-        call = Call(adapter, kind, asyncio.get_running_loop().create_future(), positions)
-        self._queue.append(call)
+        call = Call(adapter, kind, asyncio.get_running_loop().create_future(), tokens)
+        self._queue.put(call)
         try:
             for command in await apart(adapter, tokens, commands):
                 if not call.future.done():  # deleted, or the process has died
-                    call.bodies.append(await apart(adapter, tokens, partial(encoded, command)))
+                    body = await apart(adapter, tokens, partial(encoded, command))
+                    call.pieces.append(Piece(body, cost_of(command)))
         except BaseException:
             if not call.future.cancel():
                 call.future.exception()  # told to nobody: this one is
@@ -254,12 +281,8 @@ class TrainerClient:
 
     def _take(self) -> list[Call]:
         """Takes the next call off the queue, and those that join it."""
-        waiting = [call for call in self._queue if self._waits(call)]
-        taken = next_call(waiting)
-        if taken and taken[0].tokens:
-            taken += joining(taken[0], waiting, self.info, self._tokens_per_pass)
-        self._queue = deque(call for call in waiting if call not in taken)
-        return taken
+        self._queue.keep(self._waits)
+        return self._queue.take(self.info.slots, self.info.join_below, self._tokens_per_pass)
 
     def _waits(self, call: Call) -> bool:
         """Whether it is still to be made; the end of one that is not is seen to."""
@@ -275,10 +298,10 @@ class TrainerClient:
         return not call.future.done()
 
     async def _exchange(self, calls: list[Call]) -> None:
-        body = calls[0].bodies[0]
-        if calls[0].tokens:
-            then = next((call.adapter for call in self._queue if call.adapter is not None), None)
-            body = msgspec.msgpack.encode(protocol.Joined([msgspec.Raw(call.bodies[0]) for call in calls], then))
+        body = calls[0].pieces[0].body
+        if calls[0].trains:
+            joined = [msgspec.Raw(call.pieces[0].body) for call in calls]
+            body = msgspec.msgpack.encode(protocol.Joined(joined, self._queue.upcoming()))
         self._writer.write(protocol.header(body))
         self._writer.write(body)
         await self._writer.drain()
@@ -288,25 +311,23 @@ class TrainerClient:
             self._last_words = reply.failure.message
             raise EOFError
         replies = [reply] * len(calls)
-        if calls[0].tokens and reply.failure is None:
+        if calls[0].trains and reply.failure is None:
             replies = msgspec.msgpack.decode(reply.result, type=list[protocol.Reply])
         for call, answer in zip(calls, replies, strict=True):
             self._answered(call, answer)
 
     def _answered(self, call: Call, answer: protocol.Reply) -> None:
         if answer.failure is None:
-            call.bodies.popleft()
+            call.pieces.popleft()
             call.answers.append(bytes(answer.result))
             if call.kind in (protocol.Load, protocol.Delete):
                 self._half -= {call.adapter}
         elif not call.future.done():
             call.future.set_exception(protocol.error_of(answer.failure))
-        if not call.bodies and not call.future.done():
+        if not call.pieces and not call.future.done():
             call.future.set_result(call.answers)
         elif self._waits(call):
-            # The next piece is the last in the queue, and all that its adapter asked for after it stays behind it.
-            own = [one for one in self._queue if one.adapter == call.adapter]
-            self._queue = deque([*(one for one in self._queue if one not in own), call, *own])
+            self._queue.put_back(call)
 
     def _end(self, code: int) -> None:
         how = f"by signal {-code}" if code < 0 else f"with status {code}{_MEANING.get(code, '')}"
@@ -316,7 +337,7 @@ class TrainerClient:
         for call in (*self._current, *self._queue):
             if not call.future.done():
                 call.future.set_exception(TrainerDied(str(self.death)))
-        self._queue.clear()
+        self._queue.keep(lambda _: False)
         self._writer.close()
         if not self._closing:
             self.died.set()

@@ -83,23 +83,26 @@ def choose(trainer: Trainer, most: int, *, clock: Callable[[], float] = time.per
         first, second, joined = _measure(trainer, names, [(1, small), (1, large), (adapters, small)], clock)
         model = CostModel.fit((small, large), (first, second), adapters, joined)
         threshold = min(model.join_below(slots), trainer.tokens_per_microbatch)
-        (found,) = _measure(trainer, names, [(adapters, 2 * small)], clock) if threshold else (0.0,)
+        (found,) = _measure(trainer, names, [(adapters, 2 * small)], clock)
     finally:
         for name in names:
             if name in trainer.store:
                 trainer.delete(name)
         trainer.slots = 1
-    if not threshold:
-        log.info("trainer.slots: 1, for a pass's overhead of %.3f s is too little to share", model.overhead)
-        return Choice(1, 0)
     ranks = trainer.ranks.size
+    choice = Choice(slots, threshold * ranks) if threshold else Choice(1, 0)
+    why = (
+        f"joining calls below {choice.join_below} tokens"
+        if threshold
+        else f"for a pass's overhead of {model.overhead:.3f} s is too little to share"
+    )
     log.info(
-        "trainer.slots: %d, joining calls below %d tokens; %d calls of %d tokens: predicted %.3f s together and %.3f s"
-        " in turn, measured %.3f s together",
-        *(slots, threshold * ranks, adapters, 2 * small * ranks),
+        "trainer.slots: %d, %s; %d calls of %d tokens: predicted %.3f s together and %.3f s in turn, measured %.3f s"
+        " together",
+        *(choice.slots, why, adapters, 2 * small * ranks),
         *(model.seconds(adapters, 2 * small), adapters * model.seconds(1, 2 * small), found),
     )
-    return Choice(slots, threshold * ranks)
+    return choice
 
 
 def _measure(

@@ -1,6 +1,7 @@
 """What a trainer will take, in bytes, known from the checkpoint's configuration before anything is loaded.
 
-Left out: activations, which depend on the batches; the trainer cuts those smaller when memory runs out.
+Left out: activations, which depend on the batches; the trainer cuts those smaller when memory runs out. Of a sampler on
+the same host, what is not said here: the versions that it holds, and its own activations.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ class MemoryPlan:
     """base: the frozen model. adapter: the largest that is admitted (rank max_rank, all linear layers), on the host and
     in a slot alike. slots: how many the device holds. store: what the adapters may take on the host, where each
     experiment has one and, with a KL term, one more that is frozen. together: adapters that are there at the same time
-    while a pass uses them."""
+    while a pass uses them. sampler_base, sampler_kv: vLLM's copies of the base model and its KV cache, where they take
+    this host's memory; it loads beside the trainer, so neither is missing yet from the memory that is free."""
 
     base: int
     adapter: int
     slots: int
     store: int
     together: int = 1
+    sampler_base: int = 0
+    sampler_kv: int = 0
 
     @classmethod
     def of(
@@ -42,18 +46,36 @@ class MemoryPlan:
         adapters: int,
         host_limit: int,
         shards: int = 1,
+        sampler_copies: int = 0,
+        sampler_kv: int = 0,
+        processes: int = 1,
     ) -> MemoryPlan:
-        """shards: devices over which the decoder layers are spread; the model's ends are whole on each."""
+        """shards: devices over which the decoder layers are spread; the model's ends are whole on each.
+        sampler_copies: of the base model, that vLLM will have on this host. processes: of the trainer there, each of
+        which answers for its part of what vLLM takes."""
         modules = tuple(ModuleShape(name, *sizes) for name, sizes in base.linear.items())
         layout = Layout(modules, rank_bucket(max_rank))
         adapter, start = state_bytes(layout), state_bytes(layout, frozen=True)
         held = base.ends + -(-(base.parameters - base.ends) // shards)
         store = min(host_limit, adapters * (adapter + start))
-        return cls(held * bytes_per_parameter, adapter, slots, store, min(slots, adapters))
+        return cls(
+            base=held * bytes_per_parameter,
+            adapter=adapter,
+            slots=slots,
+            store=store,
+            together=min(slots, adapters),
+            sampler_base=-(-sampler_copies * base.parameters * bytes_per_parameter // processes),
+            sampler_kv=-(-sampler_kv // processes),
+        )
 
     @property
     def device(self) -> int:
         return self.base + self.slots * self.adapter
+
+    @property
+    def beside(self) -> int:
+        """What the host must hold beside base model and slots."""
+        return self.store + self.sampler_base + self.sampler_kv
 
     def check(self, *, device_free: int | None, host_free: int) -> None:
         """Raises UserError, with the numbers, when it does not fit. device_free None: the device is the host."""
@@ -71,12 +93,18 @@ class MemoryPlan:
                 " trainer.slots or capacity.maxRank, or choose a smaller model",
                 field="trainer.slots",
             )
-        needed = self.store + (self.device if device_free is None else 0)
+        needed = self.beside + (self.device if device_free is None else 0)
         if needed > host_free:
-            also = f" beside {on_device}" if device_free is None else ""
+            also, lower = f" beside {on_device}" if device_free is None else "", ""
+            if self.sampler_base or self.sampler_kv:
+                also += (
+                    f", and the sampler {_gib(self.sampler_base)} for its base model and {_gib(self.sampler_kv)} for"
+                    " its KV cache"
+                )
+                lower = "set or lower sampler.kvCacheMemory, or "
             raise UserError(
                 f"{_gib(host_free)} of memory are free, and the trainer needs {_gib(self.store)} for adapters{also}:"
-                " lower --host-memory, capacity.maxRank, capacity.maxExperiments or trainer.slots",
+                f" {lower}lower --host-memory, capacity.maxRank, capacity.maxExperiments or trainer.slots",
                 field="capacity.maxExperiments",
             )
 

@@ -1,9 +1,9 @@
-"""The trainer as a process of its own: python -m clora_engine.trainer_process --fd N --threads T --processes P.
+"""The trainer as a process of its own: python -m clora_engine.trainer_process --fd N --threads T and its place.
 
 It serves the engine that started it over an inherited socket, one command at a time; a command may hold the calls of
 several adapters, which are then computed together. A tenant's error is an answer; a broken socket, a dead parent, or a
 device that fails (trainer_device.py) ends the process. Logs go to standard error, never to the socket. With several
-devices this is rank 0, which starts a process for each of the others (trainer_followers.py).
+devices this is rank 0, which the others follow (trainer_followers.py), or one of these (trainer_place.py).
 
 Left out: restarting. When the trainer dies the engine's epoch ends.
 """
@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,10 +33,11 @@ from clora_engine.trainer import Trainer
 from clora_engine.trainer_base import DTYPES, check_checkpoint, load_base
 from clora_engine.trainer_cost import Choice, choose
 from clora_engine.trainer_device import first_line, is_device_failure
-from clora_engine.trainer_followers import Followers, confirmation, when_closed
+from clora_engine.trainer_followers import DEVICE_FAILED, Followers, HasFileno, confirmation, when_closed
 from clora_engine.trainer_memory import MemoryPlan, device_free, host_memory
 from clora_engine.trainer_pass import Request
-from clora_engine.trainer_ranks import Ranks, forget
+from clora_engine.trainer_place import FileMeeting, Place
+from clora_engine.trainer_ranks import Ranks
 
 log = logging.getLogger("clora.trainer")
 
@@ -46,20 +47,15 @@ AUTO_SLOTS_SHARE = 0.25  # of the memory beside the base model; the rest is for 
 class TrainerServer:
     """Answers requests from one connected socket until the other side closes it.
 
-    rank: this process's of `processes`. rendezvous: where they meet (Ranks.join). followers: of rank 0.
+    place: this process's among the ranks. followers: of rank 0.
     """
 
     def __init__(
-        self,
-        connection: socket.socket,
-        *,
-        rank: int = 0,
-        processes: int = 1,
-        rendezvous: Path | None = None,
-        followers: Followers | None = None,
+        self, connection: socket.socket, *, place: Place | None = None, followers: Followers | None = None
     ) -> None:
         self._connection = connection
-        self._rank, self._processes, self._rendezvous = rank, processes, rendezvous
+        self._place = place or Place()
+        self._rank = self._place.rank
         self._followers = followers
         self._trainer: Trainer | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -98,9 +94,12 @@ class TrainerServer:
             reply = self._encoder.encode(protocol.Reply(failure=words))
             with contextlib.suppress(OSError):
                 self._connection.sendall(protocol.header(reply) + reply)
+        else:
+            with contextlib.suppress(OSError):
+                self._connection.sendall(DEVICE_FAILED)
         if self._followers is not None:
             self._followers.end()
-        forget(self._rendezvous)
+        self._place.forget()
         logging.shutdown()
         os._exit(protocol.EXIT_DEVICE_FAILED)  # nothing is left to be released in order: that asks the device again
 
@@ -158,15 +157,20 @@ class TrainerServer:
 
     def _start(self, command: protocol.Start) -> protocol.StartInfo:
         started = time.perf_counter()
-        device = self._device(command)
+        place = self._place
+        own = {"model_path": place.model, "spill_directory": place.spill_directory}
+        command = msgspec.structs.replace(command, **{name: path for name, path in own.items() if path is not None})
+        found = self._device(command)
         ranks = Ranks.join(
-            self._rank,
-            self._processes,
-            self._rendezvous,
-            device,
+            place.rank,
+            place.processes,
+            place.meeting,
+            found,
             in_step=command.shard_base,
             on_lost=None if self._followers is None else self._followers.lost,
         )
+        assert isinstance(found, torch.device)  # a rank without one has not joined
+        device = found
         with ranks.together():
             most = self._plan(command, device)
         with ranks.together():
@@ -183,7 +187,7 @@ class TrainerServer:
                 model_name=command.model_name,
                 max_rank=command.max_rank,
                 tokens_per_microbatch=command.tokens_per_microbatch,
-                host_limit_bytes=command.host_limit_bytes // self._processes,
+                host_limit_bytes=command.host_limit_bytes // place.node_processes,
                 spill_directory=None if command.spill_directory is None else Path(command.spill_directory),
                 ranks=ranks,
             )
@@ -204,38 +208,45 @@ class TrainerServer:
             slots=choice.slots,
             join_below=choice.join_below,
         )
-        log.info("%s ready on %d x %s in %.1f s", command.model_name, self._processes, device.type, info.load_seconds)
+        log.info("%s ready on %d x %s in %.1f s", command.model_name, place.processes, device.type, info.load_seconds)
         return info
 
-    def _device(self, command: protocol.Start) -> torch.device:
+    def _device(self, command: protocol.Start) -> torch.device | UserError:
         if command.device == "cpu":
             return torch.device("cpu")
+        needed = self._place.node_processes
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if found < self._processes:
-            raise UserError(
-                f"the trainer needs {self._processes} GPUs beside the sampler's, and torch finds {found}",
+        if found < needed:
+            beside = f"on node {self._place.node}" if self._place.node else "beside the sampler's"
+            return UserError(
+                f"the trainer needs {needed} GPUs {beside}, and torch finds {found}",
                 field="trainer.gpus",
             )
-        return torch.device("cuda", self._rank)
+        return torch.device("cuda", self._place.local_rank)
 
     def _plan(self, command: protocol.Start, device: torch.device) -> int:
         """The slots that fit, at most as many as there will be adapters. Raises UserError when the trainer does not."""
         check_checkpoint(command.model_path, command.dtype)
         shapes = BaseShapes.of_model(Path(command.model_path))
-        # Every process holds all adapters, and on a CPU its own base model too.
-        free, host_free = device_free(device), host_memory()[1] // self._processes
+        # Every process holds all adapters, and on a CPU its own base model too. A sampler is on the first node only.
+        here, leads = self._place.node_processes, self._place.node == 0
+        known = command.host_free_bytes if leads else None
+        free, host_free = device_free(device), (host_memory()[1] if known is None else known) // here
         plan = MemoryPlan.of(
             shapes,
             bytes_per_parameter=DTYPES[command.dtype].itemsize,
             max_rank=command.max_rank,
             slots=(command.slots or 1) + (device.type == "cuda"),
             adapters=command.max_adapters,
-            host_limit=command.host_limit_bytes // self._processes,
-            shards=self._processes if command.shard_base else 1,
+            host_limit=command.host_limit_bytes // here,
+            shards=self._place.processes if command.shard_base else 1,
+            sampler_copies=command.sampler_copies if leads else 0,
+            sampler_kv=command.sampler_kv_bytes if leads else 0,
+            processes=here,
         )
         plan.check(device_free=free, host_free=host_free)
         log.info("memory planned: %s", plan)
-        room = host_free - plan.store if free is None else free
+        room = host_free - plan.beside if free is None else free
         return plan.slots_that_fit(command.max_adapters, device_free=room, share=AUTO_SLOTS_SHARE)
 
     def _receive(self) -> bytearray | None:
@@ -264,49 +275,52 @@ def _failed(error: Exception) -> protocol.Reply:
     return protocol.Reply(failure=protocol.failure_of(error))
 
 
-def exit_with_parent(connection: socket.socket, clean_up: Callable[[], None]) -> None:
-    """Ends this process at once when the other side closes, even in the middle of a long computation: a trainer without
-    its engine would hold the device that the next engine needs."""
+def exit_with_parent(others: list[HasFileno], clean_up: Callable[[], None]) -> None:
+    """Ends this process at once when the other side of one of these closes, even in the middle of a long computation: a
+    trainer without its engine would hold the device that the next engine needs."""
 
     def end() -> None:
         clean_up()
         os._exit(0)
 
-    when_closed([connection], end)
+    when_closed(others, end)
 
 
 def main(arguments: list[str]) -> None:
     """Serves on the inherited file descriptor until it is closed."""
     parser = argparse.ArgumentParser(prog="clora_engine.trainer_process", description=__doc__.partition("\n")[0])
     parser.add_argument("--fd", type=int, required=True, help="inherited stream socket to serve")
-    parser.add_argument("--threads", type=int, required=True, help="CPU threads of torch in each process")
-    parser.add_argument("--processes", type=int, default=1, help="ranks, each with a device of its own")
-    parser.add_argument("--rank", type=int, default=0, help="which of them this is; rank 0 starts the others")
-    parser.add_argument("--rendezvous", type=Path, default=None, help="where the other ranks meet rank 0")
+    parser.add_argument("--lifeline-fd", type=int, default=None, help="inherited pipe, closed by a parent that ends")
+    parser.add_argument(
+        "--follower", type=_follower, action="append", default=[], metavar="RANK=FD", help="of another node, to rank 0"
+    )
+    Place.add_arguments(parser)
     options = parser.parse_args(arguments)
+    place = Place.of(options)
     logging.basicConfig(
         stream=sys.stderr,
-        level=logging.WARNING if options.rank else logging.INFO,  # all ranks say the same
+        level=logging.WARNING if place.local_rank else logging.INFO,  # all ranks say the same
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(place.threads)
     # Bit-for-bit resume needs it on a GPU; operations without a deterministic form warn rather than fail.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     connection = socket.socket(fileno=options.fd)
     followers = None
-    if options.rank == 0 and options.processes > 1:
-        followers = Followers(options.processes, options.threads)
-    clean_up = partial(forget, options.rendezvous) if followers is None else followers.end
-    exit_with_parent(connection, clean_up)
-    TrainerServer(
-        connection,
-        rank=options.rank,
-        processes=options.processes,
-        rendezvous=options.rendezvous if followers is None else followers.rendezvous,
-        followers=followers,
-    ).serve()
+    if place.rank == 0 and place.processes > 1:
+        place = replace(place, meeting=place.meeting or FileMeeting.anywhere())
+        followers = Followers(place, {rank: socket.socket(fileno=fd) for rank, fd in options.follower})
+    clean_up = place.forget if followers is None else followers.end
+    lifeline = [] if options.lifeline_fd is None else [os.fdopen(options.lifeline_fd, "rb")]
+    exit_with_parent([connection, *lifeline], clean_up)
+    TrainerServer(connection, place=place, followers=followers).serve()
     clean_up()  # here too: this thread's return ends the other
+
+
+def _follower(text: str) -> tuple[int, int]:
+    rank, _, fd = text.partition("=")
+    return int(rank), int(fd)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,11 @@ EXIT_DEVICE_FAILED = 5
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Always the first command: loads the base model. Answer: StartInfo."""
+    """Always the first command: loads the base model. Answer: StartInfo.
+
+    sampler_copies, sampler_kv_bytes: copies of the base model and bytes of KV cache that a sampler on the CPU takes of
+    rank 0's host. host_free_bytes: what was free there before that sampler began to load; None: what is free now.
+    """
 
     model_path: str
     model_name: str
@@ -37,6 +41,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     gradient_checkpointing: bool = False
     spill_directory: str | None = None
     shard_base: bool = False  # over the processes
+    sampler_copies: int = 0
+    sampler_kv_bytes: int = 0
+    host_free_bytes: int | None = None
 
 
 class StartInfo(msgspec.Struct, frozen=True):

@@ -7,31 +7,35 @@ optimizer step, and whether work succeeded. Work that can fail (a full disk, mem
 and every decision of the AdapterStore are the same on all ranks, bit for bit.
 
 A collective that fails means that a rank is gone. There is no going on from that: the process ends. Nor is there from
-a device that has failed (trainer_device.py): that rank ends, tells nobody, and with it all do.
+a device that has failed (trainer_device.py): that rank ends, tells rank 0 alone, and with it all do.
 
-Left out: more than one machine, and sharing out the adapters' state (it is small beside the base model).
+Ranks may be of several nodes (trainer_nodes.py), and share no folder then: what rank 0 reads it gives to the others,
+and they see that their base model is the same. Nodes are to be of one kind: other CPUs or GPUs round otherwise, and
+ranks would drift apart by that; what is saved is rank 0's. Left out: encryption between nodes, which NCCL and gloo have
+not either and is the network's; and sharing out the adapters' state (it is small beside the base model).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_pg_timeout
 
+from clora_engine.errors import EngineError, UserError
 from clora_engine.trainer_device import is_device_failure
 from clora_engine.trainer_memory import is_out_of_memory
 from clora_engine.trainer_packing import Deal
+from clora_engine.trainer_place import FileMeeting, Meeting
 from clora_engine.trainer_protocol import EXIT_RANK_LOST, Failure, error_of, failure_of
 
 log = logging.getLogger("clora.trainer")
@@ -41,6 +45,15 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
 # At the start, for the slowest to have loaded torch: what keeps a rank from coming at all must not cost TIMEOUT.
 MEETING_TIMEOUT = timedelta(minutes=5)
+# Of which all have come when they connect to each other; gloo tries a connection that is dropped so many times.
+CONNECT_TRIES = 5
+
+
+def network(interface: str, chosen: Mapping[str, str]) -> dict[str, str]:
+    """The environment by which Gloo and NCCL use an interface; what of it somebody has chosen already (an engine's
+    podTemplate may name a faster network between its nodes) stays."""
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {name: chosen.get(name, value) for name, value in names.items()}
 
 
 class FailedElsewhere(Exception):
@@ -50,12 +63,6 @@ class FailedElsewhere(Exception):
 class _Trouble(msgspec.Struct, frozen=True):
     failure: Failure
     out_of_memory: bool
-
-
-def forget(rendezvous: Path | None) -> None:
-    """Removes the meeting place of ranks that end; whichever of them can does."""
-    if rendezvous is not None:
-        shutil.rmtree(rendezvous.parent, ignore_errors=True)
 
 
 class Ranks:
@@ -72,51 +79,78 @@ class Ranks:
         size: int = 1,
         *,
         in_step: bool = False,
-        rendezvous: Path | None = None,
+        meeting: Meeting | None = None,
         on_lost: Callable[[], object] | None = None,
     ) -> None:
         self.rank, self.size, self.in_step = rank, size, in_step
-        self._rendezvous, self._on_lost = rendezvous, on_lost
+        self._meeting, self._on_lost = meeting, on_lost
 
     @classmethod
     def join(
         cls,
         rank: int,
         size: int,
-        rendezvous: Path | None,
-        device: torch.device,
+        meeting: Meeting | None,
+        device: torch.device | UserError,
         *,
         in_step: bool = False,
         on_lost: Callable[[], object] | None = None,
     ) -> Ranks:
-        """Meets the others; returns when all have come, on their devices. rendezvous: a file that does not exist yet,
-        in a folder of the trainer's own, the same for all ranks. device: this rank's; gradients go by NCCL between
-        GPUs, everything else by gloo over the loopback interface. A rank that cannot join, or waits for another longer
-        than MEETING_TIMEOUT, ends its process, and with that all ranks: none waits for one that will not come."""
+        """Meets the others; returns when all have come, on their devices. device: this rank's, or why it has none,
+        which all ranks raise then; gradients go by NCCL between GPUs, everything else by gloo. A rank that cannot join,
+        or waits for another longer than MEETING_TIMEOUT, ends its process, and with that all ranks: none waits for one
+        that will not come."""
         if size == 1:
+            if isinstance(device, UserError):
+                raise device
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             return cls()
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        ranks = cls(rank, size, in_step=in_step, rendezvous=rendezvous, on_lost=on_lost)
+        ranks = cls(rank, size, in_step=in_step, meeting=meeting or FileMeeting.anywhere(), on_lost=on_lost)
         ranks._collective(lambda: ranks._meet(device))
         ranks.check()
         return ranks
 
-    def _meet(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        store = dist.FileStore(str(self._rendezvous), self.size)  # type: ignore[attr-defined]
-        store.set(f"here-{self.rank}", "")
-        store.wait([f"here-{rank}" for rank in range(self.size)], MEETING_TIMEOUT)
-        dist.init_process_group(
-            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=store,
-            rank=self.rank,
-            world_size=self.size,
-            timeout=TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
-        )
+    def _meet(self, device: torch.device | UserError) -> None:
+        assert self._meeting is not None
+        # Kept: a rank that fails to come must still find there why.
+        store = self._store = self._meeting.store(self.rank, self.size, MEETING_TIMEOUT)
+        found: torch.device | EngineError = device
+        interface = ""
+        try:
+            interface = self._meeting.interface()
+        except EngineError as error:
+            found = error
+        trouble = failure_of(found) if isinstance(found, EngineError) else None
+        store.set(f"here-{self.rank}", msgspec.json.encode(trouble).decode())
+        here = [f"here-{rank}" for rank in range(self.size)]
+        store.wait(here, MEETING_TIMEOUT)
+        for key in here:
+            if (failure := msgspec.json.decode(store.get(key), type=Failure | None)) is not None:
+                raise error_of(failure)
+        assert isinstance(found, torch.device)
+        os.environ |= network(interface, os.environ if self.apart else {})
+        if found.type == "cuda":
+            torch.cuda.set_device(found)
+        log.info("rank %d meets the other %d over %s", self.rank, self.size - 1, interface)
+        try:
+            dist.init_process_group(
+                "gloo" if found.type == "cpu" else "cpu:gloo,cuda:nccl",
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=MEETING_TIMEOUT / CONNECT_TRIES,
+                device_id=found if found.type == "cuda" else None,
+            )
+        except RuntimeError as error:
+            hint = "; the trainer's nodes must reach each other on all ports" if self.apart else ""
+            raise RuntimeError(f"{error}{hint}") from error
+        set_pg_timeout(TIMEOUT)
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks are of several nodes, each with files of its own."""
+        return self._meeting is not None and self._meeting.apart
 
     @property
     def deal(self) -> Deal:
@@ -154,6 +188,11 @@ class Ranks:
         """Adds the ranks' tensors up, in place; bit for bit the same on all of them. Device or CPU."""
         if self.size > 1:
             self._collective(lambda: dist.all_reduce(tensor))
+
+    def copy_(self, tensor: Tensor) -> None:
+        """Rank 0's tensor, in place of every rank's. CPU."""
+        if self.size > 1:
+            self._collective(lambda: dist.broadcast(tensor, 0))
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
         """Every rank's value, in the order of ranks. `kind`: what msgspec decodes it as."""
@@ -200,6 +239,7 @@ class Ranks:
         log.critical("rank %d has lost the others and ends: %s", self.rank, error)
         if self._on_lost is not None:
             self._on_lost()
-        forget(self._rendezvous)
+        if self._meeting is not None:
+            self._meeting.forget()
         logging.shutdown()
         os._exit(EXIT_RANK_LOST)

@@ -4,9 +4,9 @@
             -> evaluate, when due -> metrics -> commit, when due
 
 What a step needs comes in, what it did goes out. Kept between steps are the position in the data, the step counts, and
-with maxOffPolicySteps the groups that are drawn ahead (drawing.py). Who may run when is not decided here: the trainer
-takes the calls of all experiments in turn, the sampler's gate shares out its tokens, so that one experiment trains
-while another samples. What a step waited for either is in its metrics: wait_trainer_seconds, and wait_sampler_seconds,
+with maxOffPolicySteps the groups that are drawn ahead (drawing.py). Who may run when is not decided here: the trainer's
+queue and the sampler's gate take what all experiments ask for in turn, so that one experiment trains while another
+samples. What a step waited for either is in its metrics: wait_trainer_seconds, and wait_sampler_seconds,
 in which it had samples to draw and none was being drawn.
 """
 
@@ -19,27 +19,24 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clora_api.v1alpha1.base import number
 from clora_api.v1alpha1.experiment import Estimator
 from clora_engine import advantages
-from clora_engine import plan as planning
 from clora_engine.advantages import Batch
 from clora_engine.best import Best, Rewards, better, evaluated
-from clora_engine.chat import Demonstration
 from clora_engine.config import EngineConfig
-from clora_engine.data import demonstration
+from clora_engine.demonstrations import demonstrations
 from clora_engine.drawing import Ahead, Drawer, Drawn, policy_lag
-from clora_engine.errors import UserError
 from clora_engine.journal import Commit, Journal
+from clora_engine.model_folder import BaseModel
 from clora_engine.patience import Patience
 from clora_engine.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from clora_engine.plan import Plan, max_context
-from clora_engine.rendering import encoded_apart
-from clora_engine.rollout import RolloutConfig, Rollouts, concurrency
+from clora_engine.rollout import Rollouts
+from clora_engine.rollout_config import RolloutConfig, concurrency
 from clora_engine.rollout_metrics import step_metrics
 from clora_engine.sampler import Lease, Sampler
 from clora_engine.tensorboard import TensorBoard
@@ -52,12 +49,14 @@ OnActivity = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all experiments of an engine share."""
+    """What all experiments of an engine share. base: the model that trainer and sampler have loaded; None where no
+    commit is to be asked for it."""
 
     config: EngineConfig
     trainer: TrainerClient
     sampler: Sampler
     tokenizer: Any
+    base: BaseModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,26 +252,9 @@ class Training:
     async def _demonstrations(self, plan: Plan, position: int) -> tuple[int, Batch, dict[str, Any]]:
         """The position after the step's demonstrations, their batch, and its metrics."""
         end = position + plan.spec.algorithm.prompts_per_step
-        shown = await self._render(plan, range(position, end))
+        shown = await demonstrations(plan, range(position, end), self._uid, self._services.config.max_context)
         batch = await asyncio.to_thread(advantages.sft, shown, shape=plan.shape)
         return end, batch, {"demonstration_tokens": float(sum(sum(d.mask) for d in shown))}
-
-    async def _render(self, plan: Plan, places: range) -> list[Demonstration]:
-        shown: list[Demonstration] = []
-        tokens = 0
-        for place in places:
-            shown.append(await encoded_apart(self._uid, partial(_demonstration, plan, place)))
-            tokens += len(shown[-1].prompt) + len(shown[-1].ids)
-            if tokens > planning.MAX_STEP_TOKENS:
-                raise UserError(
-                    f"the step's demonstrations have more than {planning.MAX_STEP_TOKENS} tokens: lower"
-                    " algorithm.promptsPerStep",
-                    field="algorithm.promptsPerStep",
-                )
-        limit = self._services.config.max_context
-        if any(len(d.prompt) + len(d.ids) > limit for d in shown):
-            raise UserError(f"a demonstration is longer than {limit} tokens: shorten it or leave it out", field="data")
-        return shown
 
     async def _evaluate(self, plan: Plan, step: int, *, last: bool) -> dict[str, float]:
         """Accuracy on the held-out examples, when due: at both ends, and every so many steps."""
@@ -285,13 +267,6 @@ class Training:
         return await self._rollouts(plan).evaluate(
             plan.data.held_out, samples=asked.samples, temperature=number(asked.temperature)
         )
-
-
-def _demonstration(plan: Plan, place: int) -> Demonstration:
-    try:
-        return plan.renderer.demonstration(demonstration(plan.data.train.example(place), plan.factory))
-    except ValueError as error:
-        raise UserError(f"example {place} has no demonstration: {error}", field="data") from None
 
 
 def _copy_adapter(commit: Path, directory: Path) -> None:

@@ -37,8 +37,10 @@ from clora_operator.plan import (
     Plan,
     PutOnEngine,
     RemoveFinalizer,
+    ScaleToZero,
     ServeOnEngine,
 )
+from clora_operator.pod_template import MANAGED, labels
 from clora_operator.resources import Engine, Experiment, to_rfc3339
 from clora_operator.status import clip, merge_patch
 
@@ -112,8 +114,12 @@ class Actor:
             case DeletePod():
                 await asyncio.to_thread(self._kube.delete_pod, resource.meta.namespace, action.name, action.uid)
                 log.info("%s: pod %s deleted: the engine is drained and its template is new", resource.key, action.name)
+            case ScaleToZero():
+                namespace, version = resource.meta.namespace, action.resource_version
+                await asyncio.to_thread(self._kube.scale_workload_to_zero, action.kind, namespace, action.name, version)
+                log.info("%s: %s %s scaled to 0", resource.key, action.kind, action.name)
             case Connect():
-                await self._links.connect(resource.key, action.endpoint, action.token)
+                await self._links.connect(resource.key, action.endpoint, action.token, action.pod)
             case Disconnect():
                 await self._links.retire(resource.key)
 
@@ -131,14 +137,15 @@ class Actor:
         return Answer(digest, self._clock(), token, keys=keys_digest(action.desired))
 
     async def _serve(self, action: ServeOnEngine) -> ServingAnswer:
-        error, link = "", self._links.get(action.engine)
+        error, unknown, link = "", False, self._links.get(action.engine)
         try:
             if link is None:
                 raise EngineError("the engine is not connected")
             await link.serve(action.uid, action.serving)
         except EngineError as problem:
             error = str(problem)
-        return ServingAnswer(token_digest(action.serving), self._clock(), action.serving.weight, error)
+            unknown = isinstance(problem, RefusedError) and problem.problem.status in (404, 405)
+        return ServingAnswer(token_digest(action.serving), self._clock(), action.serving.weight, error, unknown)
 
     async def _make_secret(self, resource: Experiment | Engine, action: CreateToken, outcome: Outcome) -> None:
         try:
@@ -215,7 +222,7 @@ def _secret(resource: Experiment | Engine, action: CreateToken) -> dict[str, Any
         "metadata": {
             "name": action.secret,
             "namespace": meta.namespace,
-            "labels": workload.labels(meta.name) if of_engine else workload.MANAGED,
+            "labels": labels(meta.name) if of_engine else MANAGED,
             "ownerReferences": [workload.owner(meta, "LoRAEngine" if of_engine else "LoRAExperiment")],
         },
         "stringData": {"token": secrets.token_urlsafe(32)},

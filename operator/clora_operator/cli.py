@@ -1,5 +1,5 @@
 """`clora`, also `kubectl clora`: what kubectl cannot show well. Watching, logs, metrics, trajectories, comparing, and
-pulling an adapter.
+pulling an adapter or the files of trackers.
 
 Leaves out everything that kubectl does (apply, describe, delete).
 """
@@ -32,6 +32,8 @@ from clora_operator.kube import Kube, KubeError, configuration, default_namespac
 
 METRIC_COLUMNS = ("step", "reward_mean", "loss", "entropy", "kl", "grad_norm", "tokens_per_second", "step_seconds")
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][-A-Za-z0-9._]*")
+_PART = r"(?!\.\.?(?:/|$))[^/\\]+"
+PLAIN_PATH = re.compile(rf"{_PART}(?:/{_PART})*")  # below where it is
 
 
 class CliError(Exception):
@@ -45,8 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         kube = Kube(configuration(arguments.kubeconfig))
         namespace = arguments.namespace or default_namespace(arguments.kubeconfig)
         return int(arguments.run(kube, namespace, arguments))
-    except (CliError, KubeError, ConfigException, LookupError, OSError) as error:
-        print(f"clora: {error.args[0] if error.args else error}", file=sys.stderr)
+    except LookupError as error:
+        print(f"clora: {error.args[0] if error.args else error}", file=sys.stderr)  # a KeyError's text is quoted
+        return 2
+    except (CliError, KubeError, ConfigException, OSError) as error:
+        print(f"clora: {error}", file=sys.stderr)
         return 2
     except (HTTPException, ValueError) as error:  # an answer that breaks off, or is none of an engine's
         print(f"clora: the engine's answer cannot be read: {harmless(str(error))[:300]}", file=sys.stderr)
@@ -101,10 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     comparing.add_argument("--plot", type=Path, default=None, metavar="FILE", help="also draw it: .png, .svg or .pdf")
     comparing.set_defaults(run=_compare)
 
-    pull = commands.add_parser("pull", parents=[common], help="download an adapter as a PEFT folder")
+    pull = commands.add_parser(
+        "pull", parents=[common], help="download an adapter as a PEFT folder, or trackers' files"
+    )
     pull.add_argument("name", metavar="NAME")
     pull.add_argument("folder", metavar="DIR", type=Path, help="a new or empty folder")
-    pull.add_argument("--step", type=int, default=None, help="committed step (default: the latest)")
+    what = pull.add_mutually_exclusive_group()
+    what.add_argument("--step", type=int, default=None, help="committed step (default: the latest)")
+    what.add_argument("--tracking", action="store_true", help="instead: what its trackers have kept in mode Offline")
     pull.set_defaults(run=_pull)
     return parser
 
@@ -169,6 +178,12 @@ def _pull(kube: Kube, namespace: str, arguments: argparse.Namespace) -> int:
         raise CliError(f"{folder} is not an empty folder: name a new one")
     experiment = find_experiment(kube, namespace, arguments.name)
     access = EngineAccess(kube, experiment)
+    if arguments.tracking:
+        with access.get(f"/v1/experiments/{experiment.meta.uid}/tracking") as answer:
+            folder.mkdir(parents=True, exist_ok=True)
+            names = extract(answer, folder, tree=True)
+        print(f"trackers of {arguments.name}: {', '.join(str(folder / name) for name in names)}")
+        return 0
     step = arguments.step
     if step is None:
         with access.get(f"/v1/experiments/{experiment.meta.uid}/checkpoints") as answer:
@@ -183,8 +198,10 @@ def _pull(kube: Kube, namespace: str, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def extract(stream: Any, folder: Path) -> list[str]:
+def extract(stream: Any, folder: Path, *, tree: bool = False) -> list[str]:
     """Unpacks a tar of plain files, without folders, links or paths, into `folder`; returns their names.
+
+    tree: of files and folders below each other; the names are those of the uppermost.
 
     Raises CliError, and leaves `folder` as it was, for a tar that holds anything else.
     """
@@ -192,8 +209,11 @@ def extract(stream: Any, folder: Path) -> list[str]:
         try:
             with tarfile.open(fileobj=stream, mode="r|") as tar:
                 for member in tar:
-                    if not member.isfile() or not PLAIN_NAME.fullmatch(member.name):
-                        raise CliError(f"the engine's answer holds {member.name!r}, which is no plain file name")
+                    known = member.isfile() or (tree and member.isdir())
+                    plain = (PLAIN_PATH if tree else PLAIN_NAME).fullmatch(member.name)
+                    if not (known and plain and member.name.isprintable()):
+                        kind = "file or folder below it" if tree else "file name"
+                        raise CliError(f"the engine's answer holds {member.name!r}, which is no plain {kind}")
                     tar.extract(member, beside, filter="data")
         except tarfile.TarError as error:
             raise CliError(f"the engine's answer is no tar: {error}") from error

@@ -12,9 +12,11 @@ from contextlib import closing, contextmanager
 from urllib.parse import urlsplit
 
 from clora_operator import workload
+from clora_operator.children import of_a_workload
 from clora_operator.decide_sleep import asleep
 from clora_operator.kube import ENGINES, EXPERIMENTS, Kube
 from clora_operator.observer import decode_token
+from clora_operator.pod_template import ENGINE_LABEL, PORT, ROLE_LABEL, WORKER
 from clora_operator.resources import Engine, Experiment, parse_engine, parse_experiment
 
 TIMEOUT_SECONDS = 60.0
@@ -62,11 +64,21 @@ def _connect(kube: Kube, engine: Engine) -> http.client.HTTPConnection:
     endpoint = engine.spec.endpoint if engine.spec else None
     if endpoint is None:
         connection = http.client.HTTPConnection("localhost", timeout=TIMEOUT_SECONDS)
-        connection.sock = kube.port_forward(engine.meta.namespace, f"{engine.meta.name}-0", workload.PORT)
+        connection.sock = kube.port_forward(engine.meta.namespace, pod_of(kube, engine), PORT)
         return connection
     parts = urlsplit(endpoint)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     return kind(parts.hostname or "", parts.port, timeout=TIMEOUT_SECONDS)
+
+
+def pod_of(kube: Kube, engine: Engine) -> str:
+    """Name of the one with the API. Raises LookupError where there is none."""
+    selector = f"{ENGINE_LABEL}={engine.meta.name},{ROLE_LABEL}!={WORKER}"
+    found = [pod["metadata"] for pod in kube.pods(engine.meta.namespace, selector) if of_a_workload(pod)]
+    living = sorted(meta["name"] for meta in found if not meta.get("deletionTimestamp"))
+    if not living:
+        raise LookupError(f"LoRAEngine {engine.meta.name} has no pod now")
+    return str(living[0])
 
 
 def _problem(answer: http.client.HTTPResponse) -> str:

@@ -77,7 +77,8 @@ def _has_it_ended(case: Case) -> Course | None:
         return None
     if not report.retryable:
         where = f"{_field(report.field)}: " if report.field else ""
-        return Course(end=End(ExperimentCondition.FAILED, _word(report.reason), where + report.message))
+        reason, message = _engines_word(report)
+        return Course(end=End(ExperimentCondition.FAILED, reason, where + message))
     limit = case.o.experiment.spec.backoff_limit if case.o.experiment.spec else 0
     if report.attempt >= limit:
         message = f"failed {report.attempt + 1} times, backoffLimit is {limit}; the last time: {report.message}"
@@ -336,6 +337,12 @@ def _field(path: str | None) -> str:
     return path if path and path.startswith("spec") else f"spec.{path}"
 
 
-def _word(reason: str) -> str:
-    """An engine's reason, if it is one CamelCase word."""
-    return reason if reason.isalnum() and reason[0].isupper() and len(reason) <= 64 else Reason.EXPERIMENT_ERROR
+def _engines_word(report: ExperimentReport) -> tuple[Reason, str]:
+    """Reason and message of a failure. A reason that is not in the list, of another release's engine say, is told in
+    the message: programs that read conditions know the list."""
+    if report.reason in _REASONS:
+        return Reason(report.reason), report.message
+    return Reason.EXPERIMENT_ERROR, f"{report.reason}: {report.message}" if report.reason else report.message
+
+
+_REASONS = frozenset(Reason)

@@ -1,5 +1,5 @@
-"""An engine's drain and the update of its pod: whether the pod is of the present template, whether the engine is
-drained, and when the pod is replaced. Pure.
+"""An engine's drain and the update of its pods: whether they are of the present template, whether the engine is
+drained, and when a StatefulSet's pod is replaced. Pure.
 
 The old pod goes before the new one starts, for a node's GPUs may all be in use. Leaves out how experiments leave an
 engine that drains: placement tells them to, and decide carries it out.
@@ -11,10 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from clora_api.v1alpha1.conditions import EngineCondition, Reason
-from clora_operator.observe import ObservedEngine
+from clora_operator.observe import ObservedEngine, replicas
 from clora_operator.plan import DeletePod
+from clora_operator.pod_trouble import QUEUE_LABEL
 from clora_operator.resources import find_condition
 from clora_operator.status import Verdict
+from clora_operator.workload import LEADER_WORKER_SET, template_of_pod, template_wanted
+
+NO_LEADER_WORKER_SETS = (
+    "spec.trainer.nodes: an engine of several pods is a LeaderWorkerSet, and this cluster does not have that kind"
+    " (leaderworkerset.x-k8s.io/v1): install LWS (https://lws.sigs.k8s.io), or set trainer.nodes to 1"
+)
 
 
 def workload_current(o: ObservedEngine, asleep: bool) -> Verdict | None:
@@ -23,28 +30,95 @@ def workload_current(o: ObservedEngine, asleep: bool) -> Verdict | None:
         return None
     if o.engine.spec.endpoint is not None:
         return Verdict("True", Reason.EXTERNAL, "somebody else runs this engine")
-    stateful_set = o.stateful_set
+    if o.apply_error and o.workload is not None:
+        return Verdict("False", Reason.UPDATE_REFUSED, o.apply_error + _remedy(o))
     if asleep and o.pod is None:
         return Verdict("Unknown", Reason.ASLEEP, "no pod runs; the next is what the spec asks for")
-    if stateful_set is None or o.pod is None:
-        return Verdict("Unknown", Reason.STARTING, "there is no pod yet")
-    status = stateful_set.get("status") or {}
-    if status.get("observedGeneration", 0) < stateful_set["metadata"]["generation"]:
+    if o.runs_as != o.wanted_kind:
+        return _changes_kind(o)
+    if o.workload is None or o.pod is None:
+        return Verdict("Unknown", Reason.STARTING, _no_pod_yet(o))
+    current = _pods_are_current(o)
+    if current is None:
         return None  # the StatefulSet's controller has not looked at the new template yet, and will tell
-    running = (o.pod["metadata"].get("labels") or {}).get("controller-revision-hash")
-    if running == status.get("updateRevision"):
-        return Verdict("True", Reason.UP_TO_DATE, "the pod is what the spec asks for")
+    several = o.runs_as == LEADER_WORKER_SET
+    if current:
+        message = "the pods are what the spec asks for" if several else "the pod is what the spec asks for"
+        return Verdict("True", Reason.UP_TO_DATE, message)
+    return Verdict("False", Reason.UPDATE_PENDING, _what_moves_it(o))
+
+
+def _remedy(o: ObservedEngine) -> str:
+    """Where Kueue keeps a workload in its queue as it is, whatever became of its pods."""
+    if QUEUE_LABEL not in o.engine.meta.labels or "immutable" not in o.apply_error:
+        return ""
+    assert o.workload is not None
+    name = f"{o.runs_as.lower()} {o.workload['metadata']['name']}"
+    return f" - drain the engine, then: kubectl delete {name}; the operator makes it anew"
+
+
+def _no_pod_yet(o: ObservedEngine) -> str:
+    """And what it waits for, where that is known."""
+    if o.pods and not replicas(o.workload):
+        names = ", ".join(sorted(pod["metadata"]["name"] for pod in o.pods))
+        return f"there is no pod yet: pods of before have to end first ({names})"
+    if o.runs_as == LEADER_WORKER_SET and o.workload is not None and not o.workload.get("status"):
+        name = o.workload["metadata"]["name"]
+        return f"there is no pod yet: LWS's controller has not looked at LeaderWorkerSet {name}; see that it runs"
+    return "there is no pod yet"
+
+
+def _what_moves_it(o: ObservedEngine) -> str:
+    """To the new template."""
+    assert o.engine.spec is not None
+    assert o.workload is not None
+    assert o.pod is not None
     pod = o.pod["metadata"]
     if pod.get("deletionTimestamp"):
-        return Verdict("False", Reason.UPDATE_PENDING, f"pod {pod['name']} ends, then one of the new template starts")
+        return f"pod {pod['name']} ends, then one of the new template starts"
     if o.engine.spec.drain:
         message = f"pod {pod['name']} runs an earlier template: one of the new template replaces it"
-        return Verdict("False", Reason.UPDATE_PENDING, f"{message} once the engine is drained")
-    message = (
-        "the pod runs an earlier template and is not restarted by itself: set spec.drain to true, so that experiments"
-        f" commit first, or delete pod {pod['name']}, to move to the new one"
-    )
+        return f"{message} once the engine is drained"
+    what, name = "the pod runs an earlier template and is not restarted by itself", f"pod {pod['name']}"
+    if o.runs_as == LEADER_WORKER_SET:
+        what = "the pods run an earlier template and are not restarted by themselves"
+        name = f"LeaderWorkerSet {o.workload['metadata']['name']}"
+    commits = "set spec.drain to true, so that experiments commit first"
+    return f"{what}: {commits}, or delete {name}, to move to the new one"
+
+
+def _pods_are_current(o: ObservedEngine) -> bool | None:
+    """None: not known yet."""
+    assert o.workload is not None
+    assert o.pod is not None
+    if o.runs_as == LEADER_WORKER_SET:
+        wanted = template_wanted(o.engine)
+        return all(template_of_pod(pod) == wanted for pod in (o.pod, *o.workers))
+    status = o.workload.get("status") or {}
+    if status.get("observedGeneration", 0) < o.workload["metadata"]["generation"]:
+        return None
+    running = (o.pod["metadata"].get("labels") or {}).get("controller-revision-hash")
+    return bool(running == status.get("updateRevision"))
+
+
+def _changes_kind(o: ObservedEngine) -> Verdict:
+    """From one pod to several, or back."""
+    assert o.engine.spec is not None
+    if lacks_kind(o):
+        return Verdict("False", Reason.LEADER_WORKER_SET_MISSING, f"{NO_LEADER_WORKER_SETS}; the pod that runs goes on")
+    nodes = o.engine.spec.trainer.nodes
+    what = f"spec.trainer.nodes is {nodes}, and the engine runs as a {o.runs_as}"
+    if o.pod is None or o.pod["metadata"].get("deletionTimestamp"):
+        return Verdict("False", Reason.UPDATE_PENDING, f"{what}: its pods end, then a {o.wanted_kind} follows")
+    if o.engine.spec.drain:
+        return Verdict("False", Reason.UPDATE_PENDING, f"{what}: a {o.wanted_kind} follows once the engine is drained")
+    message = f"{what}: set spec.drain to true, so that experiments commit first, to move to a {o.wanted_kind}"
     return Verdict("False", Reason.UPDATE_PENDING, message)
+
+
+def lacks_kind(o: ObservedEngine) -> bool:
+    """The cluster does not have the kind of workload that the spec asks for."""
+    return o.wanted_kind not in o.served
 
 
 def drained(o: ObservedEngine, asleep: bool) -> Verdict | None:
@@ -68,21 +142,26 @@ def drained(o: ObservedEngine, asleep: bool) -> Verdict | None:
         return Verdict("True", Reason.DRAINED, before.message)
     message = "the engine does not answer: whether anything is attached is known when it does"
     if o.pod is not None:
-        message += f"; deleting pod {o.pod['metadata']['name']} costs experiments at most the step that they are making"
+        name = o.pod["metadata"]["name"]
+        message += f"; deleting pod {name} costs experiments at most the step that they are making"
     return Verdict("False", Reason.DRAINING, message)
 
 
-def pod_to_replace(o: ObservedEngine, said: Mapping[EngineCondition, Verdict]) -> DeletePod | None:
-    """The pod of an engine that is drained, and was said to be so already: by then nobody is being attached."""
+def said_to_be_drained(o: ObservedEngine, said: Mapping[EngineCondition, Verdict]) -> bool:
+    """It is, and was said to be so already: by then nobody is being attached."""
     stored = find_condition(o.engine.status.conditions, EngineCondition.DRAINED)
-    current, now_drained = said.get(EngineCondition.WORKLOAD_CURRENT), said.get(EngineCondition.DRAINED)
-    if o.pod is None or o.pod["metadata"].get("deletionTimestamp"):
-        return None
-    if current is None or current.reason != Reason.UPDATE_PENDING:
-        return None
+    now_drained = said.get(EngineCondition.DRAINED)
     if now_drained is not None and now_drained.status != "True":
+        return False
+    return stored is not None and stored.status == "True" and stored.observed_generation == o.engine.meta.generation
+
+
+def pod_to_replace(o: ObservedEngine, said: Mapping[EngineCondition, Verdict]) -> DeletePod | None:
+    """The pod of an engine that is drained. A LeaderWorkerSet replaces its pods by itself."""
+    current = said.get(EngineCondition.WORKLOAD_CURRENT)
+    if o.runs_as == LEADER_WORKER_SET or o.pod is None or o.pod["metadata"].get("deletionTimestamp"):
         return None
-    if stored is None or stored.status != "True" or stored.observed_generation != o.engine.meta.generation:
+    if current is None or current.reason != Reason.UPDATE_PENDING or not said_to_be_drained(o, said):
         return None
     return DeletePod(o.pod["metadata"]["name"], o.pod["metadata"]["uid"])
 

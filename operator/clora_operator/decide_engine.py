@@ -9,16 +9,16 @@ from datetime import datetime
 from clora_api.v1alpha1.conditions import EngineCondition, Reason
 from clora_api.v1alpha1.engine import EngineStatus
 from clora_operator import workload
-from clora_operator.decide_drain import drained, pod_to_replace, workload_current
+from clora_operator.decide_drain import NO_LEADER_WORKER_SETS, drained, lacks_kind, workload_current
 from clora_operator.decide_sleep import falls_or_stays_asleep, idle, seconds_until_sleep, waking
-from clora_operator.observe import ObservedEngine
-from clora_operator.plan import Action, ApplyWorkload, Connect, CreateToken, Disconnect, Event, Plan, soonest
-from clora_operator.pod_trouble import pod_trouble
+from clora_operator.decide_workload import LOOK_AGAIN_SECONDS, look_again, workload_actions
+from clora_operator.observe import ObservedEngine, replicas
+from clora_operator.plan import Action, Connect, CreateToken, Disconnect, Event, Plan, soonest
+from clora_operator.pod_template import PORT
+from clora_operator.pod_trouble import trouble_of
 from clora_operator.resources import find_condition
 from clora_operator.settings import ServiceAddressing, Settings
 from clora_operator.status import Verdict, clip, delay_of_write, event_of, set_conditions, transitions, weigh
-
-LOOK_AGAIN_SECONDS = 10.0  # for what no event tells: a Secret that appears, a token that changes
 
 
 def decide_engine(o: ObservedEngine, now: datetime, settings: Settings) -> Plan:
@@ -27,7 +27,8 @@ def decide_engine(o: ObservedEngine, now: datetime, settings: Settings) -> Plan:
     accepted = _accepted(o)
     endpoint = _endpoint(o, settings) if accepted.status == "True" else ""
     unused = idle(o)
-    asleep = falls_or_stays_asleep(o, unused, now)
+    # the pod of an engine that is to have several, and cannot, goes on: no other would come
+    asleep = not (lacks_kind(o) and replicas(o.workload)) and falls_or_stays_asleep(o, unused, now)
     verdicts = {
         EngineCondition.ACCEPTED: accepted,
         EngineCondition.READY: _ready(o, accepted, asleep, now, settings),
@@ -43,7 +44,12 @@ def decide_engine(o: ObservedEngine, now: datetime, settings: Settings) -> Plan:
     write = weight != "none" and delay == 0
     changed = transitions(o.engine.status.conditions, status.conditions)
     events = tuple(_event(c.type, c.status, event_of(c, warning=c.status != "True")) for c in changed)
-    waits = [_requeue(o, said, now, settings), seconds_until_sleep(o, unused, now), delay or None]
+    waits = [
+        _requeue(o, said, now, settings),
+        look_again(o, said, asleep),
+        seconds_until_sleep(o, unused, now),
+        delay or None,
+    ]
     return Plan(
         actions=_actions(o, said, asleep, endpoint, settings),
         status=raw_new if write else None,
@@ -61,7 +67,9 @@ def _accepted(o: ObservedEngine) -> Verdict:
         return Verdict("False", Reason.ENDPOINT_IN_USE, message)
     if spec.endpoint is None and (problem := workload.name_problem(o.engine)):
         return Verdict("False", Reason.INVALID_SPEC, problem)
-    if o.apply_error:
+    if spec.endpoint is None and lacks_kind(o) and o.workload is None:
+        return Verdict("False", Reason.LEADER_WORKER_SET_MISSING, NO_LEADER_WORKER_SETS)
+    if o.apply_error and o.workload is None:
         return Verdict("False", Reason.INVALID_SPEC, o.apply_error)
     if o.token is None and (spec.endpoint is not None or spec.token_secret_ref is not None):
         name, key = o.token_secret
@@ -77,15 +85,16 @@ def _ready(o: ObservedEngine, accepted: Verdict, asleep: bool, now: datetime, se
         message = "it was idle for spec.scaleDownAfterSeconds and has no pod: an experiment that may run on it wakes it"
         return Verdict("False", Reason.ASLEEP, message)
     view = o.view
+    trouble = trouble_of(o.pod, o.workers, o.engine.meta.labels) or _kept_from_pods(o)
     if view is not None and view.unauthorized:
         return Verdict("False", Reason.UNAUTHORIZED, f"the engine refuses the token in Secret {o.token_secret[0]}")
     if view is not None and view.starting:
-        return Verdict("False", Reason.STARTING, f"the engine is starting: {view.error}")
+        # a trainer's other pod that does not come up is what the engine waits for
+        return trouble or Verdict("False", Reason.STARTING, f"the engine is starting: {view.error}")
     if view is not None and view.down_since is None and view.info is not None:
         if view.info.ready:
             return Verdict("True", Reason.SERVING, f"serves {view.info.model}")
-        return Verdict("False", Reason.STARTING, "the engine answers and is not ready yet")
-    trouble = pod_trouble(o.pod, o.engine.meta.labels)
+        return trouble or Verdict("False", Reason.STARTING, "the engine answers and is not ready yet")
     if waking(o.engine):  # stays so: it says that nothing is attached
         if trouble is not None:
             return Verdict("False", Reason.WAKING_HELD_BACK, trouble.message)
@@ -104,6 +113,11 @@ def _ready(o: ObservedEngine, accepted: Verdict, asleep: bool, now: datetime, se
     return Verdict("False", Reason.UNREACHABLE, f"the engine does not answer: {view.error or 'no answer yet'}")
 
 
+def _kept_from_pods(o: ObservedEngine) -> Verdict | None:
+    """A change of its workload was refused, and it has no pod: an engine that sleeps cannot wake so."""
+    return Verdict("False", Reason.UPDATE_REFUSED, o.apply_error) if o.apply_error and not o.pods else None
+
+
 def _endpoint(o: ObservedEngine, settings: Settings) -> str:
     """Empty while it is not known."""
     spec, meta = o.engine.spec, o.engine.meta
@@ -111,10 +125,10 @@ def _endpoint(o: ObservedEngine, settings: Settings) -> str:
     if spec.endpoint is not None:
         return spec.endpoint
     if settings.service_addressing is ServiceAddressing.DNS:
-        return f"http://{meta.name}.{meta.namespace}.svc:{workload.PORT}"
+        return f"http://{meta.name}.{meta.namespace}.svc:{PORT}"
     address = ((o.service or {}).get("spec") or {}).get("clusterIP", "")
     host = f"[{address}]" if ":" in address else address
-    return f"http://{host}:{workload.PORT}" if host and host != "None" else ""
+    return f"http://{host}:{PORT}" if host and host != "None" else ""
 
 
 def _actions(
@@ -122,21 +136,14 @@ def _actions(
 ) -> tuple[Action, ...]:
     spec, accepted = o.engine.spec, said[EngineCondition.ACCEPTED]
     actions: list[Action] = []
-    # a refused apply is tried again: what stood in its way may be gone
     if spec is not None and spec.endpoint is None and (accepted.status == "True" or o.apply_error):
         if o.token is None and spec.token_secret_ref is None:
             actions.append(CreateToken(o.token_secret[0]))
-        peers = (settings.engine_ingress_from, settings.engine_tenants_from)
-        children = workload.manifests(o.engine, *peers, asleep=asleep)
-        digest = workload.digest(children)
-        if o.stateful_set is None or o.applied != digest:
-            actions.append(ApplyWorkload(children, digest))
-        elif (pod := pod_to_replace(o, said)) is not None:
-            actions.append(pod)
+        actions += workload_actions(o, said, asleep, settings)
     if asleep:
         actions.append(Disconnect())
     elif endpoint and o.token is not None:
-        actions.append(Connect(endpoint, o.token))
+        actions.append(Connect(endpoint, o.token, o.pod["metadata"]["uid"] if o.pod else ""))
     elif accepted.status == "False" and accepted.reason in (Reason.ENDPOINT_IN_USE, Reason.INVALID_SPEC):
         actions.append(Disconnect())
     return tuple(actions)
@@ -162,6 +169,8 @@ def _requeue(
     o: ObservedEngine, verdicts: dict[EngineCondition, Verdict], now: datetime, settings: Settings
 ) -> float | None:
     ready = verdicts.get(EngineCondition.READY)
+    if o.apply_error:
+        return LOOK_AGAIN_SECONDS
     if ready is None:
         since = o.view.down_since if o.view else None
         if since is None:

@@ -11,10 +11,10 @@ from datetime import datetime, timedelta
 
 from clora_api import FINALIZER
 from clora_api.v1alpha1.conditions import EngineCondition
-from clora_operator import workload
 from clora_operator.decide_sleep import wakes_on_demand, waking
 from clora_operator.observe import ObservedExperiment
 from clora_operator.plan import DeleteOnEngine, Event, Plan, RemoveFinalizer
+from clora_operator.pod_template import START_SECONDS
 from clora_operator.resources import find_condition, from_rfc3339
 from clora_operator.settings import Settings
 
@@ -60,7 +60,7 @@ def _deadline(o: ObservedExperiment, settings: Settings) -> datetime:
     ready = find_condition(engine.status.conditions, EngineCondition.READY) if engine is not None else None
     if engine is None or engine.spec is None or engine.spec.scale_down_after_seconds is None or ready is None:
         return deleted + patience
-    latest = deleted + timedelta(seconds=workload.START_SECONDS)
+    latest = deleted + timedelta(seconds=START_SECONDS)
     if ready.status == "True":
         return min(max(deleted, from_rfc3339(ready.last_transition_time)), latest) + patience
     return (latest if wakes_on_demand(engine) else deleted) + patience

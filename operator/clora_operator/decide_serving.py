@@ -13,7 +13,6 @@ from datetime import datetime
 from clora_api.control import DesiredExperiment, ExperimentReport, Phase
 from clora_api.v1alpha1.conditions import ExperimentCondition, Reason, derive_state
 from clora_api.v1alpha1.experiment import ExperimentStatus, ServingStatus
-from clora_operator import workload
 from clora_operator.case import LOOK_AGAIN_SECONDS, PUT_RETRY_SECONDS, Case
 from clora_operator.claims import EVICTING
 from clora_operator.desired import desired_serving, engine_key, offers_serving, to_be_served, token_digest
@@ -21,11 +20,14 @@ from clora_operator.experiment_status import events_of
 from clora_operator.links import EngineView
 from clora_operator.observe import ObservedExperiment, ServingSecret
 from clora_operator.plan import Action, CreateToken, DeleteOnEngine, Plan, PutOnEngine, ServeOnEngine, soonest
+from clora_operator.pod_template import TENANT_PORT
 from clora_operator.resources import Engine, Experiment, find_condition
 from clora_operator.settings import ServiceAddressing, Settings
 from clora_operator.status import Verdict, clip, delay_of_write, set_conditions, transitions, weigh
 
 ASK_AGAIN_SECONDS = 1.0
+OLD_ENGINE_SECONDS = 600.0
+"""After an engine of an earlier release did not know the call: its next pod does, and is told with everything else."""
 
 
 def secret_name(experiment: Experiment) -> str:
@@ -79,6 +81,9 @@ def served(o: ObservedExperiment, seconds_silent: float, settings: Settings) -> 
 
 def _as_reported(o: ObservedExperiment) -> Verdict:
     serving = o.report.serving if o.report else None
+    if serving is not None and _too_old(o):
+        message = f"what changed in who may ask for it waits: {_moves(o)}"
+        return Verdict("False", Reason.SERVING_NOT_OFFERED, message)
     if serving is not None and serving.version:
         return Verdict("True", Reason.SERVING, f"{serving.version} answers on LoRAEngine {_engine_name(o)}")
     if serving is not None and serving.problem:
@@ -105,7 +110,23 @@ def _why_not_asked(o: ObservedExperiment) -> str:
     call, still = o.memory.serving, o.report.serving if o.report else None
     if still is None or call is None or not call.error:
         return why
+    if _too_old(o):
+        return f"{why}; its last token is still valid, for {_moves(o)}"
     return clip(f"{why}; LoRAEngine {_engine_name(o)} has not taken that yet: {call.error}", 1024)
+
+
+def _too_old(o: ObservedExperiment) -> bool:
+    """The engine reports the experiment, and did not know the last call about it, which nothing that was told since has
+    replaced."""
+    call, answer = o.memory.serving, o.memory.answer
+    return o.report is not None and call is not None and call.unknown and (answer is None or answer.at <= call.at)
+
+
+def _moves(o: ObservedExperiment) -> str:
+    return (
+        f"LoRAEngine {_engine_name(o)} is of an earlier release, which learns it only with a spec that it takes: move"
+        " it to this one (spec.drain)"
+    )
 
 
 def _engine_name(o: ObservedExperiment) -> str:
@@ -128,10 +149,10 @@ def _endpoint(engine: Engine, settings: Settings) -> str:
     if engine.spec.endpoint is not None:
         return ""
     if settings.service_addressing is ServiceAddressing.DNS:
-        return f"http://{engine.meta.name}.{engine.meta.namespace}.svc:{workload.TENANT_PORT}/v1"
+        return f"http://{engine.meta.name}.{engine.meta.namespace}.svc:{TENANT_PORT}/v1"
     # of the Service, as the operator itself reaches it
     host = engine.status.endpoint.rpartition(":")[0]
-    return f"{host}:{workload.TENANT_PORT}/v1" if host else ""
+    return f"{host}:{TENANT_PORT}/v1" if host else ""
 
 
 # ------------------------------------------------------------------------------------------------ after the end
@@ -230,7 +251,8 @@ def serving_call(case: Case) -> tuple[Action | None, float | None]:
     if same_weight and knows_token(o, report, token_digest(wanted)):
         return None, None
     if call is not None and call.error:
-        left = PUT_RETRY_SECONDS - (case.now - call.at).total_seconds()
+        pause = OLD_ENGINE_SECONDS if _too_old(o) else PUT_RETRY_SECONDS
+        left = pause - (case.now - call.at).total_seconds()
         if left > 0 and call.token == token_digest(wanted):
             return None, left
     return ServeOnEngine(engine_key(o), o.experiment.meta.uid, wanted), 0.0

@@ -44,7 +44,7 @@ def falls_or_stays_asleep(o: ObservedEngine, said: Verdict | None, now: datetime
         return False
     if said is not None:
         return said.status == "True"
-    replicas = ((o.stateful_set or {}).get("spec") or {}).get("replicas")
+    replicas = ((o.workload or {}).get("spec") or {}).get("replicas")
     return asleep(o.engine) or replicas == 0
 
 

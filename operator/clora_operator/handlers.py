@@ -14,9 +14,9 @@ import kubernetes
 
 from clora_api import GROUP, VERSION
 from clora_operator.kube import ENGINES, EXPERIMENTS, configuration
+from clora_operator.pod_template import ENGINE_LABEL
 from clora_operator.reconciler import Reconciler
 from clora_operator.resources import Key, Kind
-from clora_operator.workload import ENGINE_LABEL
 
 
 def register(registry: kopf.OperatorRegistry, reconciler: Reconciler, kubeconfig: str) -> None:

@@ -23,6 +23,11 @@ FIELD_MANAGER = "clora-operator"
 EXPERIMENTS = "loraexperiments"
 ENGINES = "loraengines"
 PLURALS = {"experiment": EXPERIMENTS, "engine": ENGINES}
+_CHILDREN = {  # of engines, by kind: API group, version, plural
+    "StatefulSet": ("apps", "v1", "statefulsets"),
+    "LeaderWorkerSet": ("leaderworkerset.x-k8s.io", "v1", "leaderworkersets"),
+    "NetworkPolicy": ("networking.k8s.io", "v1", "networkpolicies"),
+}
 _TIMEOUT = (5.0, 30.0)  # seconds to connect, to read
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
@@ -132,8 +137,10 @@ class Kube:
     def service(self, namespace: str, name: str) -> dict[str, Any] | None:
         return self._found(self._core.read_namespaced_service, name, namespace)
 
-    def pod(self, namespace: str, name: str) -> dict[str, Any] | None:
-        return self._found(self._core.read_namespaced_pod, name, namespace)
+    def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
+        """Those with these labels, also such as are about to end."""
+        answer = self._call(self._core.list_namespaced_pod, namespace, label_selector=selector)
+        return list(answer["items"])
 
     def priority_class(self, name: str) -> dict[str, Any] | None:
         call = self._custom.get_cluster_custom_object
@@ -146,8 +153,21 @@ class Kube:
         """With its grace period. A pod of another uid is a 409."""
         self._call(self._core.delete_namespaced_pod, name, namespace, body={"preconditions": {"uid": uid}})
 
-    def stateful_set(self, namespace: str, name: str) -> dict[str, Any] | None:
-        return self._found(self._custom.get_namespaced_custom_object, "apps", "v1", namespace, "statefulsets", name)
+    def workload(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        """A StatefulSet or LeaderWorkerSet; None also where the cluster has no such kind (see `serves`)."""
+        return self._found(self._custom.get_namespaced_custom_object, *_child(kind, namespace, name))
+
+    def serves(self, kind: str) -> bool:
+        """Whether the cluster has the kind, by discovery, which every account may ask."""
+        group, version, plural = _CHILDREN[kind]
+        found = self._found(self._custom.get_api_resources, group, version)
+        return found is not None and any(resource["name"] == plural for resource in found["resources"])
+
+    def scale_workload_to_zero(self, kind: str, namespace: str, name: str, resource_version: str) -> None:
+        """Just this version of a workload: anything else is a 409."""
+        body = {"metadata": {"resourceVersion": resource_version}, "spec": {"replicas": 0}}
+        call, options = self._custom.patch_namespaced_custom_object, {"field_manager": FIELD_MANAGER}
+        self._call(call, *_child(kind, namespace, name), body, _content_type=_MERGE, **options)
 
     def create_secret(self, namespace: str, body: Mapping[str, Any]) -> None:
         """Leaves one that exists alone."""
@@ -161,16 +181,14 @@ class Kube:
         self._call(self._core.create_namespaced_event, namespace, body)
 
     def apply(self, manifest: Mapping[str, Any]) -> None:
-        """Server-side apply of a Service, PersistentVolumeClaim, NetworkPolicy or StatefulSet. The client gives no
-        object back for one that this creates (201), only for one that was there."""
+        """Server-side apply of a Service, PersistentVolumeClaim, NetworkPolicy, StatefulSet or LeaderWorkerSet. The
+        client gives no object back for one that this creates (201), only for one that was there."""
         kind, meta = manifest["kind"], manifest["metadata"]
         name, namespace = meta["name"], meta["namespace"]
         options = {"field_manager": FIELD_MANAGER, "force": True, "_content_type": _APPLY}
-        if kind in ("StatefulSet", "NetworkPolicy"):
-            group, version = manifest["apiVersion"].split("/")
-            plural = {"StatefulSet": "statefulsets", "NetworkPolicy": "networkpolicies"}[kind]
+        if kind in _CHILDREN:
             call = self._custom.patch_namespaced_custom_object
-            self._call(call, group, version, namespace, plural, name, manifest, **options)
+            self._call(call, *_child(kind, namespace, name), manifest, **options)
             return
         calls = {
             "Service": self._core.patch_namespaced_service,
@@ -207,6 +225,11 @@ class Kube:
                 return None
             raise
         return answer
+
+
+def _child(kind: str, namespace: str, name: str) -> tuple[str, str, str, str, str]:
+    group, version, plural = _CHILDREN[kind]
+    return group, version, namespace, plural, name
 
 
 def _sentence(error: ApiException) -> str:

@@ -69,7 +69,8 @@ class Change:
 
 
 class EngineLink:
-    """One engine. `view` is replaced, never changed; `on_change` is called on the event loop after each replacement."""
+    """One engine. `view` is replaced, never changed; `on_change` is called on the event loop after each replacement.
+    pod: the uid of the one that it is in, empty while that is not known."""
 
     def __init__(
         self,
@@ -79,15 +80,18 @@ class EngineLink:
         poll_seconds: float,
         clock: Clock,
         on_change: Callable[[Change], None],
+        pod: str,
     ) -> None:
-        self.key, self.endpoint = key, endpoint
+        self.key, self.endpoint, self.pod = key, endpoint, pod
         self._token, self._poll_seconds, self._clock, self._on_change = token, poll_seconds, clock, on_change
         self._client = EngineClient(endpoint, token)
         self.view = EngineView(endpoint=endpoint, down_since=clock())
         self._task = asyncio.create_task(self._run(), name=f"link {key}")
 
-    def same(self, endpoint: str, token: str) -> bool:
-        return (self.endpoint, self._token) == (endpoint, token)
+    def same(self, endpoint: str, token: str, pod: str) -> bool:
+        """An unknown pod is no other."""
+        same_pod = not pod or self.pod in ("", pod)
+        return same_pod and (self.endpoint, self._token) == (endpoint, token)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -229,12 +233,16 @@ class Links:
         link = self._links.get(key)
         return link.view if link else None
 
-    async def connect(self, key: Key, endpoint: str, token: str) -> None:
-        """A changed endpoint or token makes a new link; what was heard over the old one counts no longer."""
+    async def connect(self, key: Key, endpoint: str, token: str, pod: str = "") -> None:
+        """A changed endpoint, token or pod makes a new link; what was heard over the old one counts no longer. A
+        Service leads a connection that is kept to the pod that it began with, for as long as its process lives, and
+        that may outlive the pod. pod: empty where it is not known."""
         link = self._links.get(key)
-        if link is not None and link.same(endpoint, token):
+        known = pod or (link.pod if link is not None else "")
+        if link is not None and link.same(endpoint, token, pod):
+            link.pod = known
             return
-        self._links[key] = EngineLink(key, endpoint, token, self._poll_seconds, self._clock, self._on_change)
+        self._links[key] = EngineLink(key, endpoint, token, self._poll_seconds, self._clock, self._on_change, known)
         if link is not None:
             await link.close()
 

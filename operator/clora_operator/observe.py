@@ -14,9 +14,11 @@ from clora_api.control import ExperimentReport, InitSource, Problem
 from clora_api.v1alpha1.conditions import ExperimentCondition, Reason
 from clora_operator.claims import Assignment
 from clora_operator.links import EngineView
+from clora_operator.pod_template import ROLE_LABEL, WORKER
 from clora_operator.priorities import Priority
 from clora_operator.resources import Engine, Experiment, find_condition
 from clora_operator.tracking_keys import TrackingKeys
+from clora_operator.workload import LEADER_WORKER_SET, STATEFUL_SET, wanted_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,14 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class ServingAnswer:
     """What the engine said to the last call about an experiment's serving alone. token: digest of what was told, empty
-    without one; weight: likewise; error: why it was not taken."""
+    without one; weight: likewise; error: why it was not taken; unknown: the engine knows no such call, or, for a
+    moment, no such experiment any more."""
 
     token: str
     at: datetime
     weight: int | None = None
     error: str = ""
+    unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,7 @@ class ObservedExperiment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedEngine:
     """rival: an older LoRAEngine with the same endpoint. token: None where the Secret or its key is missing.
+    pods: of both kinds of workload; served: the kinds of workload that the cluster has.
     wanted: which experiment wants it awake, "" for none, None while placement has not looked yet.
     applied: digest of the manifests that were last applied; apply_error: the API server's answer to them."""
 
@@ -137,12 +142,62 @@ class ObservedEngine:
     token_secret: tuple[str, str]  # name, key
     view: EngineView | None
     stateful_set: Mapping[str, Any] | None
-    pod: Mapping[str, Any] | None
+    leader_worker_set: Mapping[str, Any] | None
+    pods: tuple[Mapping[str, Any], ...]
+    served: frozenset[str]
     service: Mapping[str, Any] | None
     wanted: str | None
     applied: str
     apply_error: str
     last_write: datetime | None
+
+    @property
+    def wanted_kind(self) -> str:
+        """Of the workload that the spec asks for."""
+        return wanted_kind(self.engine.spec) if self.engine.spec else STATEFUL_SET
+
+    @property
+    def runs_as(self) -> str:
+        """The kind of the workload that has the engine: that which the spec asks for, unless it is at 0 and the other
+        one is not, or still has pods."""
+        wanted, other = self.wanted_kind, self.other_kind
+        if not replicas(self.of_kind(wanted)) and (replicas(self.of_kind(other)) or self._pods_of(other)):
+            return other
+        return wanted
+
+    @property
+    def other_kind(self) -> str:
+        """That which the spec does not ask for."""
+        return STATEFUL_SET if self.wanted_kind == LEADER_WORKER_SET else LEADER_WORKER_SET
+
+    @property
+    def workload(self) -> Mapping[str, Any] | None:
+        return self.of_kind(self.runs_as)
+
+    def of_kind(self, kind: str) -> Mapping[str, Any] | None:
+        return self.leader_worker_set if kind == LEADER_WORKER_SET else self.stateful_set
+
+    @property
+    def pod(self) -> Mapping[str, Any] | None:
+        """That with the API."""
+        return next((pod for pod in self._pods_of(self.runs_as) if _role(pod) != WORKER), None)
+
+    @property
+    def workers(self) -> tuple[Mapping[str, Any], ...]:
+        """Those that only train."""
+        return tuple(pod for pod in self._pods_of(self.runs_as) if _role(pod) == WORKER)
+
+    def _pods_of(self, kind: str) -> list[Mapping[str, Any]]:
+        found = [pod for pod in self.pods if bool(_role(pod)) == (kind == LEADER_WORKER_SET)]
+        return sorted(found, key=lambda pod: (bool(pod["metadata"].get("deletionTimestamp")), pod["metadata"]["name"]))
+
+
+def replicas(workload: Mapping[str, Any] | None) -> int:
+    return int(((workload or {}).get("spec") or {}).get("replicas") or 0)
+
+
+def _role(pod: Mapping[str, Any]) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(ROLE_LABEL, ""))
 
 
 def lacks_commits(experiment: Experiment, memory: Memory | None) -> bool:

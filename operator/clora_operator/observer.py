@@ -15,6 +15,7 @@ from clora_api.v1alpha1.conditions import EngineCondition, ExperimentCondition, 
 from clora_api.v1alpha1.experiment import Condition
 from clora_operator import workload
 from clora_operator.cache import Cache
+from clora_operator.children import Children, read_children
 from clora_operator.claims import Assignment, Claim, Room
 from clora_operator.decide_serving import cannot_be_served, secret_name
 from clora_operator.decide_sleep import wakes_on_demand
@@ -35,6 +36,7 @@ from clora_operator.priorities import NO_CLASS, PriorityClasses
 from clora_operator.resources import Engine, Experiment, Key, find_condition
 from clora_operator.tenancy import Namespaces
 from clora_operator.tracking_keys import TrackingKeys, needs_keys, read_keys
+from clora_operator.workload import wanted_kind
 
 SECRET_SECONDS = 30.0
 
@@ -46,6 +48,9 @@ class EngineMemory:
     applied: str = ""
     apply_error: str = ""
     last_write: datetime | None = None
+
+
+_NO_CHILDREN = Children()
 
 
 class Observer:
@@ -147,20 +152,20 @@ class Observer:
         name, key = workload.token_secret(engine)
         namespace = engine.meta.namespace
         secret = await asyncio.to_thread(self._kube.secret, namespace, name)
-        stateful_set = pod = service = None
+        children = _NO_CHILDREN
         if engine.spec is not None and engine.spec.endpoint is None:
-            stateful_set = await asyncio.to_thread(self._kube.stateful_set, namespace, engine.meta.name)
-            pod = await asyncio.to_thread(self._kube.pod, namespace, f"{engine.meta.name}-0")
-            service = await asyncio.to_thread(self._kube.service, namespace, engine.meta.name)
+            children = await asyncio.to_thread(read_children, self._kube, engine.meta, wanted_kind(engine.spec))
         return ObservedEngine(
             engine=engine,
             rival=rival(engine, self._cache.engines()),
             token=decode_token(secret, key),
             token_secret=(name, key),
             view=self._links.view(engine.key),
-            stateful_set=stateful_set,
-            pod=pod,
-            service=service,
+            stateful_set=children.stateful_set,
+            leader_worker_set=children.leader_worker_set,
+            pods=children.pods,
+            served=children.served,
+            service=children.service,
             wanted=wanted,
             applied=memory.applied,
             apply_error=memory.apply_error,

@@ -78,11 +78,22 @@ class DeletePod:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleToZero:
+    """A workload of an engine, so that the other one of its two kinds can have the engine; this version of it alone."""
+
+    kind: str
+    name: str
+    resource_version: str
+
+
+@dataclass(frozen=True, slots=True)
 class Connect:
-    """Keep in touch with the engine at `endpoint`."""
+    """Keep in touch with the engine at `endpoint`. pod: the uid of the one that it is in, empty where that is not
+    known."""
 
     endpoint: str
     token: str = field(repr=False)
+    pod: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,7 @@ Action = (
     | CreateToken
     | ApplyWorkload
     | DeletePod
+    | ScaleToZero
     | Connect
     | Disconnect
 )

@@ -1,4 +1,4 @@
-"""Why an engine's pod does not run, from the pod's own status, for people who look at the engine. Pure.
+"""Why an engine's pods do not run, from their own status, for people who look at the engine. Pure.
 
 A pod that is held back by scheduling gates is queued, by Kueue for one, and that is no error. Leaves out a pod that
 runs: then the engine speaks for itself.
@@ -15,15 +15,25 @@ from clora_operator.status import Verdict, clip
 
 KUEUE = "kueue.x-k8s.io/"
 """Prefix of the labels by which Kueue knows a workload's queue and priority."""
+QUEUE_LABEL = f"{KUEUE}queue-name"
 HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
 """What a container waits for on its way up."""
-NOT_RUNNING = frozenset({Reason.QUEUED, Reason.POD_UNSCHEDULABLE, Reason.POD_FAILING})
+NOT_RUNNING = frozenset({Reason.QUEUED, Reason.POD_UNSCHEDULABLE, Reason.POD_FAILING, Reason.UPDATE_REFUSED})
 MESSAGE_CHARACTERS = 512
 
 
 def kueue_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """Of a LoRAEngine, those that its StatefulSet gets too, so that Kueue admits the engine's pod."""
+    """Of a LoRAEngine, those that its workload gets too, so that Kueue admits the engine's pods."""
     return {name: value for name, value in labels.items() if name.startswith(KUEUE)}
+
+
+def trouble_of(
+    pod: Mapping[str, Any] | None, workers: Sequence[Mapping[str, Any]], labels: Mapping[str, str]
+) -> Verdict | None:
+    """What Ready says of the first of an engine's pods that does not run; None where nothing is in their way. `labels`
+    are the engine's."""
+    found = (pod_trouble(one, labels) for one in (pod, *workers))
+    return next((trouble for trouble in found if trouble is not None), None)
 
 
 def pod_trouble(pod: Mapping[str, Any] | None, labels: Mapping[str, str]) -> Verdict | None:
@@ -57,7 +67,7 @@ def told_trouble(engine: Engine) -> str:
 
 
 def _held_back(name: str, gates: Sequence[str], labels: Mapping[str, str]) -> str:
-    queue = labels.get(f"{KUEUE}queue-name")
+    queue = labels.get(QUEUE_LABEL)
     if queue and any(gate.startswith(KUEUE) for gate in gates):
         return f"pod {name} waits in Kueue's queue {queue}: it starts when the queue has quota for it"
     return f"pod {name} is held back by its scheduling gates: {', '.join(gates)}"

@@ -1,7 +1,7 @@
 """Many experiments on a few engines, and what that costs the operator and the API server.
 
-The engines are the control API's real HTTP servers with training simulated; the operator is the real process, with the
-settings that users get.
+The engines are the control API's real HTTP servers with training simulated (simulated_supervisor.py); the operator is
+the real process, with the settings that users get.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,7 +80,12 @@ def _measure(
 ) -> Figures:
     cluster = stage.cluster
     room = -(-experiments // engines)
-    held = [stage.start_engine(f"engine-{number}", max_experiments=room) for number in range(engines)]
+    with ThreadPoolExecutor() as pool:  # each loads what an engine loads
+        starting = [
+            pool.submit(stage.start_engine, f"engine-{number}", max_experiments=room, real_server=True)
+            for number in range(engines)
+        ]
+    held = [engine.result() for engine in starting]
     operator = stage.start_operator(**PATIENCE)
     began = time.monotonic()
     names = [f"run-{number:03d}" for number in range(experiments)]

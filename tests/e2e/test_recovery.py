@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from local.control_plane import ControlPlane
-from tests.e2e.blackhole import relay
+from tests.e2e.blackhole import Relay, relay
 from tests.integration.operator_fixtures import (
     TOKEN,
     Cluster,
@@ -46,10 +46,7 @@ def test_watches_that_fall_silent(stage: Stage, control_plane: ControlPlane) -> 
     """The connections stay open and say nothing: no event ever comes again. The resync sees to everything."""
     engine = stage.start_engine()
     with relay(control_plane.port) as between:
-        kubeconfig = yaml.safe_load(stage.kubeconfig.read_text())
-        for entry in kubeconfig["clusters"]:
-            entry["cluster"]["server"] = f"https://127.0.0.1:{between.port}"
-        stage.kubeconfig.write_text(yaml.safe_dump(kubeconfig))
+        lead_through(between, stage)
         stage.start_operator(RESYNC_SECONDS="3")
         cluster = stage.cluster
         cluster.experiment("before", max_steps=ENDLESS, arguments=SLOW)
@@ -64,6 +61,30 @@ def test_watches_that_fall_silent(stage: Stage, control_plane: ControlPlane) -> 
         cluster.delete("after")
         cluster.wait_gone("after")
         wait_for(lambda: engine.uids() == set(), "the engine to be empty")
+
+
+def test_watches_that_fall_silent_are_opened_again(stage: Stage, control_plane: ControlPlane) -> None:
+    """Also without a resync: an API server says something once a minute, and a watch that does not is given up."""
+    stage.start_engine()
+    with relay(control_plane.port) as between:
+        lead_through(between, stage)
+        stage.start_operator(RESYNC_SECONDS="3600")
+        cluster = stage.cluster
+        cluster.experiment("before")
+        cluster.wait_state("before", "Succeeded")
+        assert between.silence() >= 2
+        cluster.experiment("missed")
+        cluster.wait_state("missed", "Succeeded", seconds=150)
+        cluster.experiment("after")
+        cluster.wait_state("after", "Succeeded", seconds=30)
+
+
+def lead_through(between: Relay, stage: Stage) -> None:
+    """The operator, started afterwards, reaches the API server through the relay alone."""
+    kubeconfig = yaml.safe_load(stage.kubeconfig.read_text())
+    for entry in kubeconfig["clusters"]:
+        entry["cluster"]["server"] = f"https://127.0.0.1:{between.port}"
+    stage.kubeconfig.write_text(yaml.safe_dump(kubeconfig))
 
 
 def test_what_is_forgotten_while_the_operator_is_frozen(own_stage: Stage, fresh_control_plane: ControlPlane) -> None:

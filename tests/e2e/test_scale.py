@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from clora_operator.settings import Settings
 from local.control_plane import ControlPlane
 from tests.e2e.scale import measure
 
@@ -20,5 +21,5 @@ def test_two_hundred_experiments_on_five_engines(fresh_control_plane: ControlPla
     assert figures.attached_twice == 0
     assert figures.left == 0
     assert figures.idle.status_writes_per_minute == 0
-    # at most one write in 5 s for each that runs
-    assert 0 < figures.running.status_writes_per_minute <= 200 * 12 * 1.05
+    # of all that run together, at most as many as Settings.moving_writes_per_second says
+    assert 0 < figures.running.status_writes_per_minute <= 60 * Settings().moving_writes_per_second * 1.1

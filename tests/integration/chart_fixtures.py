@@ -37,10 +37,10 @@ class ChartCluster:
         assert done.returncode == 0, done.stderr + self.node.log("clora")
         return done.stdout
 
-    def install(self, namespace: str, *flags: str, name: str = "clora") -> str:
+    def install(self, namespace: str, *flags: str, name: str = "clora", chart: Path = CHART) -> str:
         """Waits until the operator is ready. Its port is its own: processes share this machine's."""
         place = ["--namespace", namespace, "--create-namespace", "--wait", "--timeout=120s", "--take-ownership"]
-        return self.helm("install", name, str(CHART), *place, *own_ports(), *flags)
+        return self.helm("install", name, str(chart), *place, *own_ports(), *flags)
 
     def uninstall(self, namespace: str, *flags: str, name: str = "clora") -> str:
         return self.helm("uninstall", name, "--namespace", namespace, "--wait", "--timeout=120s", *flags)

@@ -21,12 +21,16 @@ from kubernetes import client, config, watch
 from kubernetes.client.exceptions import ApiException
 
 from clora_api import API_VERSION, GROUP, VERSION
+from clora_api.v1alpha1.conditions import Reason
+from clora_operator.decide_release import GIVEN_UP
+from clora_operator.kube import FIELD_MANAGER
 from local.control_plane import ControlPlane, free_port
 from local.node import NodeCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-the-tests"
 SECONDS = 60.0
+LONG_AGO = "2026-01-01T00:00:00Z"
 START_SECONDS = 180.0  # of a process, on a machine that has better things to do
 # The rights that the operator needs in a namespace, and no more: every test here runs with these.
 RULES = [
@@ -34,11 +38,16 @@ RULES = [
     {"apiGroups": [GROUP], "resources": ["loraexperiments"], "verbs": ["get", "list", "watch", "patch", "delete"]},
     {"apiGroups": [GROUP], "resources": ["loraengines/status", "loraexperiments/status"], "verbs": ["patch"]},
     {"apiGroups": ["apps"], "resources": ["statefulsets"], "verbs": ["get", "list", "watch", "create", "patch"]},
+    {
+        "apiGroups": ["leaderworkerset.x-k8s.io"],
+        "resources": ["leaderworkersets"],
+        "verbs": ["get", "create", "patch"],
+    },
     {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "create", "patch"]},
     {"apiGroups": [""], "resources": ["persistentvolumeclaims"], "verbs": ["get", "create", "patch"]},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create"]},
     {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get"]},
-    {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "delete"]},
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "delete"]},
     {"apiGroups": [""], "resources": ["events"], "verbs": ["create"]},
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": ["create", "patch"]},
 ]
@@ -86,14 +95,21 @@ class Killable:
 
 
 class EngineProcess(Killable):
-    """The simulated engine; what it commits and logs outlives a kill."""
+    """The simulated engine; what it commits and logs outlives a kill. real_server: behind the engine's own server."""
 
     def __init__(
-        self, folder: Path, *, max_experiments: int = 4, max_rank: int = 32, max_off_policy_steps: int = 16
+        self,
+        folder: Path,
+        *,
+        max_experiments: int = 4,
+        max_rank: int = 32,
+        max_off_policy_steps: int = 16,
+        real_server: bool = False,
     ) -> None:
         folder.mkdir(parents=True)
         self.storage, self._port = folder, free_port()
         self._limits = (max_experiments, max_rank, max_off_policy_steps)
+        self._real_server = real_server
         self._token = folder / "token"
         self.set_token(TOKEN)
         self.endpoint = f"http://127.0.0.1:{self._port}"
@@ -104,6 +120,7 @@ class EngineProcess(Killable):
         command += ["--storage", str(self.storage), "--token-file", str(self._token)]
         command += ["--max-experiments", str(self._limits[0]), "--max-rank", str(self._limits[1])]
         command += ["--max-off-policy-steps", str(self._limits[2])]
+        command += ["--real-server"] * self._real_server
         with (self.storage / "engine.log").open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         wait_for(lambda: answers(f"{self.endpoint}/healthz"), "the simulated engine to answer", START_SECONDS)
@@ -210,6 +227,19 @@ class Cluster:
     def patch(self, name: str, body: dict[str, Any], plural: str = "loraexperiments") -> None:
         self.custom.patch_namespaced_custom_object(GROUP, VERSION, self.namespace, plural, name, body)
 
+    def patch_status(self, name: str, body: dict[str, Any], plural: str = "loraexperiments") -> None:
+        self.custom.patch_namespaced_custom_object_status(GROUP, VERSION, self.namespace, plural, name, body)
+
+    def long_idle(self, name: str) -> None:
+        """Moves back the time at which an engine was unused: the operator's only clock for its sleep."""
+        idle = self.wait_reason(name, "Idle", "Unused", plural="loraengines")
+        conditions = status(idle)["conditions"]
+        for one in conditions:
+            if one["type"] == "Idle":
+                one["lastTransitionTime"] = LONG_AGO
+        version = {"resourceVersion": idle["metadata"]["resourceVersion"]}
+        self.patch_status(name, {"metadata": version, "status": {"conditions": conditions}}, "loraengines")
+
     def delete(self, name: str, plural: str = "loraexperiments") -> None:
         self.custom.delete_namespaced_custom_object(GROUP, VERSION, self.namespace, plural, name)
 
@@ -264,6 +294,11 @@ class Cluster:
     def event_reasons(self, name: str) -> list[str]:
         items = self.core.list_namespaced_event(self.namespace, field_selector=f"involvedObject.name={name}").items
         return [item.reason for item in items]
+
+    def wait_events(self, name: str, *reasons: str) -> list[str]:
+        """The reasons of all events of an object once these are among them; events follow the write they tell of."""
+        wait_for(lambda: set(reasons) <= set(self.event_reasons(name)), f"events {', '.join(reasons)} of {name}")
+        return self.event_reasons(name)
 
 
 def status(resource: dict[str, Any]) -> dict[str, Any]:
@@ -333,9 +368,9 @@ class Stage:
         self._stack.callback(release, self._guests[-1])
         return self._guests[-1]
 
-    def start_engine(self, name: str = "main", **limits: int) -> EngineProcess:
-        """An engine that answers, and its LoRAEngine. `limits`: EngineProcess's."""
-        engine = EngineProcess(self._folder / name, **limits)
+    def start_engine(self, name: str = "main", **settings: Any) -> EngineProcess:
+        """An engine that answers, and its LoRAEngine. `settings`: EngineProcess's."""
+        engine = EngineProcess(self._folder / name, **settings)
         self._stack.callback(engine.kill)
         engine.start()
         self.cluster.engine(engine.endpoint, name, labels={"pool": "tests"})
@@ -358,10 +393,21 @@ def staged(
         yield Stage(stack, folder, kubeconfig, Cluster(kube, namespace))
         for log in folder.glob("operator.log"):
             print(log.read_text())  # shown with a test that has failed
+        unlisted = unlisted_reasons(Cluster(kube, namespace))
         release(Cluster(kube, namespace))
         rbac = client.RbacAuthorizationV1Api(kube)
         rbac.delete_cluster_role_binding(f"clora-operator-{namespace}")
         rbac.delete_cluster_role(f"clora-operator-{namespace}")
+        assert not unlisted, "reasons of conditions that are not in clora_api.v1alpha1.conditions.Reason"
+
+
+def unlisted_reasons(cluster: Cluster) -> set[str]:
+    """Those in the conditions that are there now, and in the Events, which tell of those that were."""
+    resources = [*cluster.items("loraexperiments"), *cluster.items("loraengines")]
+    said = {condition["reason"] for resource in resources for condition in status(resource).get("conditions", ())}
+    events = cluster.core.list_namespaced_event(cluster.namespace).items
+    told = {event.reason for event in events if event.source.component == FIELD_MANAGER}
+    return (said | told) - set(Reason) - {GIVEN_UP}
 
 
 @pytest.fixture

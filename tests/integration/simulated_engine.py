@@ -233,6 +233,16 @@ class Engine:
         items = [experiment.report() for experiment in self.experiments.values()]
         return ExperimentList(epoch=self.epoch, revision=self.revision, items=items)
 
+    async def listed_after(self, since: int | None, seconds: float) -> ExperimentList:
+        """Once there is news, or the time is over."""
+        try:
+            async with asyncio.timeout(seconds):
+                while since == self.revision:
+                    await self.waiting.wait()
+        except TimeoutError:
+            pass
+        return self.listed()
+
     def put(self, desired: DesiredExperiment) -> ExperimentReport:
         known = self.experiments.get(desired.uid)
         field = desired.spec.environment.arguments.get("invalidField")
@@ -288,6 +298,20 @@ class Engine:
         self.log("delete", experiment)
         del self.experiments[experiment.desired.uid]
         self.news()
+
+    def begin_delete(self, uid: str, files: bool, tasks: set[asyncio.Task[None]]) -> ExperimentReport | None:
+        """None where there is nothing to wait for. `tasks` holds what goes on."""
+        experiment = self.experiments.get(uid)
+        if experiment is None:
+            if files:  # of an earlier epoch
+                self.delete_files(uid)
+            return None
+        if experiment.phase is not Phase.DELETING:
+            experiment.phase = Phase.DELETING
+            task = asyncio.create_task(self.delete(experiment, files))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        return experiment.report()
 
     def delete_files(self, uid: str) -> None:
         for path in sorted((self.storage / "experiments" / uid).glob("*")):
@@ -349,13 +373,7 @@ def create_app(engine: Engine, token_file: Path) -> FastAPI:
 
     @app.get("/v1/experiments")
     async def experiments(since: int | None = None, timeoutSeconds: float = 0.0) -> ExperimentList:
-        try:
-            async with asyncio.timeout(timeoutSeconds):
-                while since == engine.revision:
-                    await engine.waiting.wait()
-        except TimeoutError:
-            pass
-        return engine.listed()
+        return await engine.listed_after(since, timeoutSeconds)
 
     @app.put("/v1/experiments/{uid}")
     async def put(uid: str, desired: DesiredExperiment) -> ExperimentReport:
@@ -374,18 +392,9 @@ def create_app(engine: Engine, token_file: Path) -> FastAPI:
 
     @app.delete("/v1/experiments/{uid}")
     async def delete(uid: str, response: Response, files: str = "Retain") -> ExperimentReport | None:
-        experiment = engine.experiments.get(uid)
-        if experiment is None:
-            if files == "Delete":  # of an earlier epoch
-                engine.delete_files(uid)
-            return None
-        if experiment.phase is not Phase.DELETING:
-            task = asyncio.create_task(engine.delete(experiment, files == "Delete"))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            await asyncio.sleep(0)
-        response.status_code = 202
-        return experiment.report()
+        report = engine.begin_delete(uid, files == "Delete", tasks)
+        response.status_code = 200 if report is None else 202
+        return report
 
     @app.get("/v1/experiments/{uid}/metrics")
     async def metrics(uid: str) -> Response:
@@ -413,7 +422,12 @@ def create_app(engine: Engine, token_file: Path) -> FastAPI:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     engine = Engine(arguments.storage, arguments.max_experiments, arguments.max_rank, arguments.max_off_policy_steps)
-    app = create_app(engine, arguments.token_file)
+    if arguments.real_server:
+        from tests.integration.simulated_supervisor import create_real_app
+
+        app = create_real_app(engine, arguments.token_file)
+    else:
+        app = create_app(engine, arguments.token_file)
     config = uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="warning")
     await uvicorn.Server(config).serve()
 
@@ -427,5 +441,6 @@ if __name__ == "__main__":
     parser.add_argument("--max-experiments", type=int, default=4)
     parser.add_argument("--max-rank", type=int, default=32)
     parser.add_argument("--max-off-policy-steps", type=int, default=None)
+    parser.add_argument("--real-server", action="store_true", help="the engine's own; see simulated_supervisor")
     known, _ = parser.parse_known_args()  # it stands in for `clora-engine serve`, whose other flags it needs not
     asyncio.run(_serve(known))

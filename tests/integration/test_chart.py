@@ -169,6 +169,6 @@ def test_operator_does_its_work_with_the_rights_of_its_account(charts: ChartClus
         requests = _requests(charts.plane, f"system:serviceaccount:{system}:{account}")
         assert [request for request in requests if request[2] in (401, 403)] == [], words
     asked = {(verb, what) for verb, what, _ in _requests(charts.plane, f"system:serviceaccount:{system}:clora")}
-    assert {("get", "configmaps"), ("get", "pods"), ("get", "secrets"), ("watch", "statefulsets")} <= asked
+    assert {("get", "configmaps"), ("list", "pods"), ("get", "secrets"), ("watch", "statefulsets")} <= asked
     assert _left_in(charts.api, system) == []
     assert client.RbacAuthorizationV1Api(charts.api).list_namespaced_role(tenant).items == []

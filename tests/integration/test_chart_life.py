@@ -5,14 +5,17 @@ What people made and what their engines do is never touched. The engine is the s
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kubernetes import client
 
-from clora_api import FINALIZER
+from clora_api import FINALIZER, GROUP
 from tests.cluster_fixtures import wait_until
 from tests.integration.chart_fixtures import CHART, ChartCluster, chart_cluster, own_ports
 from tests.integration.operator_fixtures import Cluster, EngineProcess, status
@@ -74,10 +77,13 @@ def never_attached_twice(engine: EngineProcess, uid: str) -> bool:
 
 
 def test_upgrade_rollback_uninstall_and_another_release(
-    charts: ChartCluster, engine: EngineProcess, tenant: Cluster
+    charts: ChartCluster, engine: EngineProcess, tenant: Cluster, tmp_path: Path
 ) -> None:
-    place = ("--namespace=first", "--wait", "--timeout=120s")
-    charts.install("first", *own_ports(**QUICK), name="one")
+    """From a release whose experiments had no ttlSecondsAfterFinished yet."""
+    place, new_field = ("--namespace=first", "--wait", "--timeout=120s"), "ttlSecondsAfterFinished"
+    earlier = chart_without(tmp_path, new_field)
+    charts.install("first", *own_ports(**QUICK), name="one", chart=earlier)
+    assert new_field not in spec_fields(charts)
     tenant.engine(engine.endpoint)
     tenant.create("loraengines", "ours", {"model": {"name": "example/model"}, "image": "clora-engine:0.1.0"})
     uid = tenant.experiment("lives", max_steps=100_000, arguments=SLOW)
@@ -90,6 +96,8 @@ def test_upgrade_rollback_uninstall_and_another_release(
     before, done = workload(charts, tenant.namespace), tenant.get("done")
 
     charts.helm("upgrade", "one", str(CHART), *place, *own_ports(**QUICK, WORKERS="3"))
+    assert new_field in spec_fields(charts), "an upgrade brings the kinds' new fields"
+    assert tenant.get("lives")["metadata"]["uid"] == uid
     trains_on(tenant, "lives")
     charts.helm("rollback", "one", *place)
     trains_on(tenant, "lives")
@@ -188,6 +196,24 @@ def test_a_watched_namespace_that_is_gone_does_not_stop_the_uninstall(charts: Ch
     wait_until(lambda: _namespace_gone(Cluster(charts.api, "went")), "the namespace to be gone")
     charts.uninstall("fifth")
     assert finalizers(tenant, "stays") == []
+
+
+def chart_without(folder: Path, field: str) -> Path:
+    """clora's chart, with a LoRAExperiment that lacks an optional field of its spec."""
+    chart = folder / "earlier" / "clora"
+    shutil.copytree(CHART, chart)
+    path = chart / "files" / "crds" / f"loraexperiments.{GROUP}.yaml"
+    definition = yaml.safe_load(path.read_text())
+    for version in definition["spec"]["versions"]:
+        del version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"][field]
+    path.write_text(json.dumps(definition))  # YAML too; PyYAML would write "1e-4" without its quotes
+    return chart
+
+
+def spec_fields(charts: ChartCluster) -> set[str]:
+    found = client.ApiextensionsV1Api(charts.api).read_custom_resource_definition(f"loraexperiments.{GROUP}")
+    (version,) = found.spec.versions
+    return set(version.var_schema.open_apiv3_schema.properties["spec"].properties)
 
 
 def test_kinds_that_go_with_the_release_go(charts: ChartCluster, tenant: Cluster) -> None:

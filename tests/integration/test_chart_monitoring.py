@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
-from tests.cluster_fixtures import wait_until
+from tests.cluster_fixtures import installed_kinds
 from tests.unit.charts.rendering import of_kind, render
 
 pytestmark = pytest.mark.integration
@@ -44,21 +43,8 @@ class Monitoring:
 
 @pytest.fixture(scope="module")
 def kinds(kube: client.ApiClient) -> Iterator[None]:
-    api = client.ApiextensionsV1Api(kube)
-    names = []
-    for path in sorted(CRDS.glob("*.yaml")):
-        definition = yaml.safe_load(path.read_text())
-        names.append(definition["metadata"]["name"])
-        api.create_custom_resource_definition(definition)
-
-    def established() -> bool:
-        found = [api.read_custom_resource_definition(name).status.conditions or () for name in names]
-        return all(any(c.type == "Established" and c.status == "True" for c in each) for each in found)
-
-    wait_until(established, "the Prometheus operator's kinds")
-    yield
-    for name in names:
-        api.delete_custom_resource_definition(name)
+    with installed_kinds(kube, CRDS):
+        yield
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ NEVER = {
     ("", "serviceaccounts", "impersonate"),
     ("", "serviceaccounts/token", "create"),
     ("apps", "statefulsets", "delete"),
+    ("leaderworkerset.x-k8s.io", "leaderworkersets", "delete"),
     ("clora.dev", "loraengines", "delete"),
     ("clora.dev", "loraexperiments", "deletecollection"),
     ("rbac.authorization.k8s.io", "roles", "bind"),

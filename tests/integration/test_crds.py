@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
@@ -93,7 +92,7 @@ def test_a_crd_is_structural_and_its_names_are_taken(kube: client.ApiClient, plu
     [
         ("lexp.spec.algorithm.estimator", "rewards normalised within each prompt's group"),
         ("lexp.spec.suspend", "nothing is lost"),
-        ("lexp.spec.weight", "twice the weight gets twice the tokens while the sampler is saturated"),
+        ("lexp.spec.weight", "twice the weight gets twice the tokens while others wait there too"),
         ("leng.spec.scheduling", "the experiment with the least work left over its weight first"),
         ("lexp.status.progress.percent", "Share of the steps made"),
         ("leng.spec.capacity.maxRank", "Highest LoRA rank"),
@@ -120,7 +119,7 @@ def test_columns(control_plane: ControlPlane, api: Api, namespace: str) -> None:
 
 def test_defaults_are_written_out(api: Api) -> None:
     spec = api.create()["spec"]
-    assert spec["lora"] == {"rank": 16, "alpha": 32, "targetModules": ["all-linear"], "seed": 0}
+    assert spec["lora"] == {"rank": 16, "alpha": 32, "targetModules": ["all-linear"]}
     assert spec["algorithm"]["learningRate"] == "1e-4"
     assert spec["algorithm"]["optimizer"]["epsilon"] == "1e-8"
     assert (spec["backoffLimit"], spec["deletionPolicy"], spec["suspend"]) == (3, "Retain", False)
@@ -136,98 +135,145 @@ def test_slots_are_a_number_or_auto(api: Api, slots: int | str) -> None:
 
 VOLUME = {"volume": "sets", "path": "a/b.jsonl"}
 OFFLINE = {"kind": "MLflow", "mode": "Offline", "project": "p"}
+TRACKIO = {"kind": "Trackio", "project": "p"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"engineSelector": {"matchLabels": {"a": "b"}}}, "give exactly one of engineRef and engineSelector"),
-        ({"engineRef": None}, "give exactly one of engineRef and engineSelector"),
-        ({"algorithm": {"learningRate": "abc"}}, "must be a decimal number in quotes, such as '5e-4'"),
-        ({"algorithm": {"learningRate": "-1"}}, "spec.algorithm.learningRate"),
-        ({"algorithm": {"estimator": "SFT"}}, "estimator SFT goes with loss CrossEntropy and only with it"),
-        ({"algorithm": {"loss": "CrossEntropy"}}, "estimator SFT goes with loss CrossEntropy and only with it"),
-        ({"algorithm": {"groupSize": 1}}, "estimator GRPO compares within a group: set groupSize >= 2"),
-        (
-            {"algorithm": {"estimator": "Reinforce", "maxRefillPrompts": 1}},
-            "maxRefillPrompts replaces groups that give",
-        ),
-        (
-            {"algorithm": {"estimator": "SFT", "loss": "CrossEntropy", "maxOffPolicySteps": 1}},
-            "draws nothing that could be off-policy",
-        ),
-        ({"algorithm": {"estimator": "PPO"}}, 'supported values: "GRPO", "Reinforce", "SFT"'),
-        ({"maxSteps": 0}, "spec.maxSteps"),
-        ({"maxSteps": None}, "spec.maxSteps: Required value"),
-        ({"lora": {"rank": 513}}, "spec.lora.rank"),
-        ({"lora": {"targetModules": []}}, "spec.lora.targetModules"),
-        ({"data": {"builtin": "Generated", "file": VOLUME}}, "give exactly one source of data"),
-        ({"data": {}}, "give exactly one source of data"),
-        ({"stopWhen": {"atLeast": "0.9", "atMost": "1"}}, "give exactly one bound: atLeast or atMost"),
-        ({"tracking": [{"kind": "MLflow", "project": "p"}]}, "MLflow needs the url of its tracking server"),
-        ({"tracking": [{"kind": "WandB", "project": "p"}]}, "WandB needs a secretRef with an API key"),
-        ({"tracking": [OFFLINE | {"url": "http://a"}]}, "mode Offline reaches nobody: leave url and secretRef out"),
-        ({"tracking": [OFFLINE | {"entity": "team"}]}, "entity is a team of W&B: leave it out for MLflow"),
-        ({"tracking": [OFFLINE, OFFLINE]}, "Duplicate value"),
-        ({"tracking": [OFFLINE | {"project": "a/b"}]}, "spec.tracking[0].project"),
-        ({"stopWhen": {"steps": 2}}, "give exactly one bound: atLeast or atMost"),
-        ({"stopWhen": {"metric": "reward", "atLeast": "0.9"}}, 'supported values: "rewardMean", "evalAccuracy"'),
-        ({"stopWhen": {"atLeast": "90%"}}, "must be a decimal number in quotes"),
-        ({"data": {"file": VOLUME | {"path": "../x"}}}, "spec.data.file.path"),
-        ({"initFrom": {"file": VOLUME | {"path": "../x"}}}, "spec.initFrom.file.path"),
-        ({"initFrom": {"file": VOLUME | {"path": "a/../x"}}}, "must be a path within the volume"),
-        ({"initFrom": {"file": VOLUME | {"path": "/etc"}}}, "spec.initFrom.file.path"),
-        ({"initFrom": {"file": VOLUME, "optimizer": True}}, "a PEFT directory holds no optimizer state"),
-        ({"initFrom": {}}, "give exactly one source to start from"),
-        ({"initFrom": {"file": VOLUME, "experiment": {"name": "x"}}}, "give exactly one source to start from"),
-        ({"environment": {"name": "Nothing"}}, "spec.environment.name"),
-        ({"sampling": {"temperature": "hot"}}, "spec.sampling.temperature"),
-        ({"engineSelector": {"matchLabels": {}}, "engineRef": None}, "spec.engineSelector.matchLabels"),
-        ({"deletionPolicy": "Forget"}, "spec.deletionPolicy"),
-        ({"weight": 0}, "spec.weight"),
-        ({"weight": 1001}, "spec.weight"),
-        ({"priorityClassName": "system-node-critical"}, "Kubernetes keeps classes that start with 'system-'"),
-        ({"priorityClassName": "High"}, "must be the name of a PriorityClass"),
-        ({"ttlSecondsAfterFinished": -1}, "spec.ttlSecondsAfterFinished"),
-        ({"engineRef": {"name": "main", "namespace": "a.b"}}, "spec.engineRef.namespace"),
-    ],
-)
+REFUSED_EXPERIMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"engineSelector": {"matchLabels": {"a": "b"}}}, "give exactly one of engineRef and engineSelector"),
+    ({"engineRef": None}, "give exactly one of engineRef and engineSelector"),
+    ({"algorithm": {"learningRate": "abc"}}, "must be a decimal number in quotes, such as '5e-4'"),
+    ({"algorithm": {"learningRate": "-1"}}, "spec.algorithm.learningRate"),
+    ({"algorithm": {"estimator": "SFT"}}, "estimator SFT goes with loss CrossEntropy and only with it"),
+    ({"algorithm": {"loss": "CrossEntropy"}}, "estimator SFT goes with loss CrossEntropy and only with it"),
+    ({"algorithm": {"groupSize": 1}}, "estimator GRPO compares within a group: set groupSize >= 2"),
+    (
+        {"algorithm": {"estimator": "Reinforce", "maxRefillPrompts": 1}},
+        "maxRefillPrompts replaces groups that give",
+    ),
+    (
+        {"algorithm": {"estimator": "SFT", "loss": "CrossEntropy", "maxOffPolicySteps": 1}},
+        "draws nothing that could be off-policy",
+    ),
+    ({"algorithm": {"estimator": "PPO"}}, 'supported values: "GRPO", "Reinforce", "SFT"'),
+    ({"maxSteps": 0}, "spec.maxSteps"),
+    ({"maxSteps": None}, "spec.maxSteps: Required value"),
+    ({"lora": {"rank": 513}}, "spec.lora.rank"),
+    ({"lora": {"targetModules": []}}, "spec.lora.targetModules"),
+    ({"data": {"builtin": "Generated", "file": VOLUME}}, "give exactly one source of data"),
+    ({"data": {}}, "give exactly one source of data"),
+    ({"stopWhen": {"atLeast": "0.9", "atMost": "1"}}, "give exactly one bound: atLeast or atMost"),
+    ({"tracking": [{"kind": "MLflow", "project": "p"}]}, "MLflow and Trackio need the url of a server"),
+    ({"tracking": [{"kind": "WandB", "project": "p"}]}, "WandB and Trackio need a secretRef with a key"),
+    ({"tracking": [TRACKIO]}, "MLflow and Trackio need the url of a server"),
+    ({"tracking": [TRACKIO | {"url": "http://a"}]}, "WandB and Trackio need a secretRef with a key"),
+    ({"tracking": [TRACKIO | {"mode": "Offline", "project": "a.b"}]}, "a project of Trackio has letters, digits,"),
+    ({"tracking": [TRACKIO | {"mode": "Offline", "project": "registry-a"}]}, "does not begin with registry-"),
+    ({"tracking": [TRACKIO | {"mode": "Offline", "entity": "team"}]}, "entity is a team of W&B"),
+    ({"tracking": [OFFLINE | {"url": "http://a"}]}, "mode Offline reaches nobody: leave url and secretRef out"),
+    ({"tracking": [OFFLINE | {"entity": "team"}]}, "entity is a team of W&B: leave it out for other kinds"),
+    ({"tracking": [OFFLINE, OFFLINE]}, "Duplicate value"),
+    ({"tracking": [OFFLINE | {"project": "a/b"}]}, "spec.tracking[0].project"),
+    ({"stopWhen": {"steps": 2}}, "give exactly one bound: atLeast or atMost"),
+    ({"stopWhen": {"metric": "reward", "atLeast": "0.9"}}, 'supported values: "rewardMean", "evalAccuracy"'),
+    ({"stopWhen": {"atLeast": "90%"}}, "must be a decimal number in quotes"),
+    ({"data": {"file": VOLUME | {"path": "../x"}}}, "spec.data.file.path"),
+    ({"initFrom": {"file": VOLUME | {"path": "../x"}}}, "spec.initFrom.file.path"),
+    ({"initFrom": {"file": VOLUME | {"path": "a/../x"}}}, "must be a path within the volume"),
+    ({"initFrom": {"file": VOLUME | {"path": "/etc"}}}, "spec.initFrom.file.path"),
+    ({"initFrom": {"file": VOLUME, "optimizer": True}}, "a PEFT directory holds no optimizer state"),
+    ({"initFrom": {}}, "give exactly one source to start from"),
+    ({"initFrom": {"file": VOLUME, "experiment": {"name": "x"}}}, "give exactly one source to start from"),
+    ({"environment": {"name": "Nothing"}}, "spec.environment.name"),
+    ({"sampling": {"temperature": "hot"}}, "spec.sampling.temperature"),
+    ({"engineSelector": {"matchLabels": {}}, "engineRef": None}, "spec.engineSelector.matchLabels"),
+    ({"deletionPolicy": "Forget"}, "spec.deletionPolicy"),
+    ({"weight": 0}, "spec.weight"),
+    ({"weight": 1001}, "spec.weight"),
+    ({"priorityClassName": "system-node-critical"}, "Kubernetes keeps classes that start with 'system-'"),
+    ({"priorityClassName": "High"}, "must be the name of a PriorityClass"),
+    ({"ttlSecondsAfterFinished": -1}, "spec.ttlSecondsAfterFinished"),
+    ({"engineRef": {"name": "main", "namespace": "a.b"}}, "spec.engineRef.namespace"),
+]
+REFUSED_ENGINES: list[tuple[dict[str, Any], str]] = [
+    ({"image": None}, "give an image to run, or the endpoint of an engine that runs already"),
+    ({"endpoint": "http://engine"}, "an endpoint needs tokenSecretRef"),
+    ({"scaleDownAfterSeconds": 59}, "spec.scaleDownAfterSeconds"),
+    (
+        {"endpoint": "http://engine", "tokenSecretRef": {"name": "t"}, "scaleDownAfterSeconds": 60},
+        "scaleDownAfterSeconds is for engines that clora runs",
+    ),
+    (
+        {"endpoint": "http://engine", "tokenSecretRef": {"name": "t"}, "trainer": {"nodes": 2}},
+        "trainer.nodes is for engines that clora runs",
+    ),
+    (
+        {"endpoint": "http://engine", "tokenSecretRef": {"name": "t"}, "serving": {"enabled": True}},
+        "say where tenants reach an engine that somebody else runs: give serving.endpoint",
+    ),
+    ({"trainer": {"nodes": 0}}, "should be greater than or equal to 1"),
+    ({"trainer": {"nodes": 65}}, "should be less than or equal to 64"),
+    ({"endpoint": "http://engine/path", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
+    ({"endpoint": "file:///etc/passwd", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
+    ({"capacity": {"maxRank": 17}}, "spec.capacity.maxRank"),
+    ({"trainer": {"gpus": 9}}, "should be less than or equal to 8"),
+    ({"trainer": {"gpus": 1, "shardBase": True}}, "set gpus to 2 or more"),
+    ({"trainer": {"slots": 65}}, "must be Auto or a number from 1 to 64"),
+    ({"trainer": {"slots": "4"}}, "must be Auto or a number from 1 to 64"),
+    ({"scheduling": "First"}, 'supported values: "FairShare", "ShortestRemaining"'),
+    ({"storage": {"existingClaim": "c", "storageClassName": "s"}}, "storageClassName has no effect"),
+    ({"storage": {"size": "much"}}, "spec.storage.size"),
+    ({"model": {"name": "a", "claimName": "c", "path": "a/../b"}}, "must be a path within the volume"),
+    ({"allowedNamespaces": {"from": "Selector"}}, "from Selector goes with a selector and only with it"),
+    (
+        {"allowedNamespaces": {"selector": {"matchLabels": {"a": "b"}}}},
+        "from Selector goes with a selector and only with it",
+    ),
+    ({"allowedNamespaces": {"from": "Some"}}, 'supported values: "Same", "All", "Selector"'),
+    ({"capacity": {"maxPerNamespace": 0}}, "spec.capacity.maxPerNamespace"),
+    ({"dataVolumes": [{"name": "a", "claimName": "x"}, {"name": "a", "claimName": "y"}]}, "Duplicate value"),
+]
+# what is created with some changes, and how it is changed then
+SELECTED: dict[str, Any] = {"engineRef": None, "engineSelector": {"matchLabels": {"a": "b"}}}
+INIT: dict[str, Any] = {"initFrom": {"experiment": {"name": "x"}}}
+ELSEWHERE: dict[str, Any] = {"endpoint": "http://engine", "tokenSecretRef": {"name": "t"}}
+REFUSED_CHANGES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("loraexperiments", {}, {"lora": {"rank": 8}}, "lora cannot change after creation"),
+    (
+        "loraexperiments",
+        {},
+        {"algorithm": {"estimator": "Reinforce"}},
+        "algorithm.estimator cannot change after creation",
+    ),
+    (
+        "loraexperiments",
+        {},
+        {"environment": {"arguments": {"families": "shop"}}},
+        "environment cannot change after creation",
+    ),
+    ("loraexperiments", {}, {"data": {"shuffleSeed": 1}}, "data cannot change after creation"),
+    ("loraexperiments", {}, INIT, "initFrom cannot change after creation"),
+    ("loraexperiments", INIT, {"initFrom": None}, "initFrom cannot change after creation"),
+    ("loraexperiments", {}, {"engineRef": {"name": "other"}}, "engineRef cannot change after creation"),
+    ("loraexperiments", {}, SELECTED, "engineRef cannot change after creation"),
+    (
+        "loraexperiments",
+        SELECTED,
+        {"engineSelector": {"matchLabels": {"a": "c"}}},
+        "engineSelector cannot change after creation",
+    ),
+    ("loraengines", {}, ELSEWHERE, "cannot turn from endpoint to image or back"),
+    ("loraengines", ELSEWHERE, {"endpoint": None, "image": "x"}, "cannot turn from endpoint to image or back"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED_EXPERIMENTS)
 def test_an_experiment_is_refused(api: Api, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ApiException) as error:
         api.create(**changes)
     assert words in refusal(error)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"image": None}, "give an image to run, or the endpoint of an engine that runs already"),
-        ({"endpoint": "http://engine"}, "an endpoint needs tokenSecretRef"),
-        ({"scaleDownAfterSeconds": 59}, "spec.scaleDownAfterSeconds"),
-        (
-            {"endpoint": "http://engine", "tokenSecretRef": {"name": "t"}, "scaleDownAfterSeconds": 60},
-            "scaleDownAfterSeconds is for engines that clora runs",
-        ),
-        ({"endpoint": "http://engine/path", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
-        ({"endpoint": "file:///etc/passwd", "tokenSecretRef": {"name": "t"}}, "spec.endpoint"),
-        ({"capacity": {"maxRank": 17}}, "spec.capacity.maxRank"),
-        ({"trainer": {"gpus": 9}}, "should be less than or equal to 8"),
-        ({"trainer": {"gpus": 1, "shardBase": True}}, "set gpus to 2 or more"),
-        ({"trainer": {"slots": 65}}, "must be Auto or a number from 1 to 64"),
-        ({"trainer": {"slots": "4"}}, "must be Auto or a number from 1 to 64"),
-        ({"scheduling": "First"}, 'supported values: "FairShare", "ShortestRemaining"'),
-        ({"storage": {"existingClaim": "c", "storageClassName": "s"}}, "storageClassName has no effect"),
-        ({"storage": {"size": "much"}}, "spec.storage.size"),
-        ({"allowedNamespaces": {"from": "Selector"}}, "from Selector goes with a selector and only with it"),
-        (
-            {"allowedNamespaces": {"selector": {"matchLabels": {"a": "b"}}}},
-            "from Selector goes with a selector and only with it",
-        ),
-        ({"allowedNamespaces": {"from": "Some"}}, 'supported values: "Same", "All", "Selector"'),
-        ({"capacity": {"maxPerNamespace": 0}}, "spec.capacity.maxPerNamespace"),
-        ({"dataVolumes": [{"name": "a", "claimName": "x"}, {"name": "a", "claimName": "y"}]}, "Duplicate value"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), REFUSED_ENGINES)
 def test_an_engine_is_refused(api: Api, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ApiException) as error:
         api.create("loraengines", **changes)
@@ -243,33 +289,12 @@ def test_an_unknown_field_is_refused(api: Api) -> None:
 # ------------------------------------------------------------------------------ changes
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"lora": {"rank": 8}}, "lora cannot change after creation"),
-        ({"algorithm": {"estimator": "Reinforce"}}, "algorithm.estimator cannot change after creation"),
-        ({"environment": {"arguments": {"families": "shop"}}}, "environment cannot change after creation"),
-        ({"data": {"shuffleSeed": 1}}, "data cannot change after creation"),
-        ({"initFrom": {"experiment": {"name": "x"}}}, "initFrom cannot change after creation"),
-        ({"engineRef": {"name": "other"}}, "engineRef cannot change after creation"),
-        (
-            {"engineRef": None, "engineSelector": {"matchLabels": {"a": "b"}}},
-            "engineRef cannot change after creation",
-        ),
-    ],
-)
-def test_what_cannot_change(api: Api, change: dict[str, Any], words: str) -> None:
-    api.create()
+@pytest.mark.parametrize(("plural", "before", "change", "words"), REFUSED_CHANGES)
+def test_what_cannot_change(api: Api, plural: str, before: dict[str, Any], change: dict[str, Any], words: str) -> None:
+    api.create(plural, **before)
     with pytest.raises(ApiException) as error:
-        api.patch(change)
+        api.patch(change, plural)
     assert words in refusal(error)
-
-
-def test_init_from_cannot_go(api: Api) -> None:
-    api.create(initFrom={"experiment": {"name": "x"}})
-    with pytest.raises(ApiException) as error:
-        api.patch({"initFrom": None})
-    assert "initFrom cannot change after creation" in refusal(error)
 
 
 def test_what_can_change(api: Api) -> None:
@@ -278,13 +303,6 @@ def test_what_can_change(api: Api) -> None:
         {"maxSteps": 20, "suspend": True, "algorithm": {"learningRate": "5e-4"}, "backoffLimit": 0, "weight": 300}
     )
     assert changed["metadata"]["generation"] == 2
-
-
-def test_an_engine_stays_what_it_is(api: Api) -> None:
-    api.create("loraengines")
-    with pytest.raises(ApiException) as error:
-        api.patch({"endpoint": "http://engine", "tokenSecretRef": {"name": "t"}}, "loraengines")
-    assert "cannot turn from endpoint to image or back" in refusal(error)
 
 
 def test_a_status_write_is_never_blocked(api: Api) -> None:
@@ -298,12 +316,9 @@ def test_a_status_write_is_never_blocked(api: Api) -> None:
 
 
 def test_examples_are_valid(control_plane: ControlPlane, namespace: str) -> None:
-    """Every manifest of ours under examples/, checked strictly by the API server."""
+    """Every manifest under examples/, checked strictly by the API server."""
     found = 0
     for path in sorted((CRDS.parent / "examples").rglob("*.yaml")):
-        documents = [d for d in yaml.safe_load_all(path.read_text()) if d]
-        if not any(d.get("apiVersion") == API_VERSION for d in documents):
-            continue
         found += 1
         done = kubectl(
             control_plane, "-n", namespace, "apply", "--dry-run=server", "--validate=strict", "-f", str(path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from clora_api.control import Phase
 from tests.engine_fixtures import EngineProcess, kill, rl_spec, sft_spec
@@ -145,3 +147,49 @@ def test_a_damaged_checkpoint_fails_its_experiment_alone(own_engine: EngineProce
     assert failed.reason == "CheckpointUnreachable"
     assert f"steps/{step:05d}/adapter_model.safetensors" in failed.message
     own_engine.finish(other)
+
+
+def test_commits_of_another_base_model_are_neither_resumed_nor_started_from(tmp_path: Path, tiny_model: Path) -> None:
+    """They would fit in shape. With the model put back, all goes on."""
+    model, kept = tmp_path / "model", tmp_path / "kept"
+    for folder in (model, kept):
+        shutil.copytree(tiny_model, folder)
+    engine = EngineProcess(tmp_path / "engine", model)
+    going, source, warm = str(uuid.uuid4()), str(uuid.uuid4()), str(uuid.uuid4())
+    try:
+        engine.start()
+        engine.put(going, sft_spec(maxSteps=1000))
+        engine.put(source, sft_spec(maxSteps=2))
+        engine.finish(source)
+        engine.wait(going, lambda r: r.progress.step >= 2)
+        assert engine.terminate() == 0
+        step = max(
+            int(path.parent.name) for path in (engine.storage / "experiments" / going).glob("steps/*/manifest.json")
+        )
+
+        file = model / "model.safetensors"
+        tensors = load_file(file)
+        tensors["model.layers.0.self_attn.q_proj.weight"] *= 1.01
+        save_file(tensors, file, metadata={"format": "pt"})
+        engine.start()
+        refused = engine.put(going, sft_spec(maxSteps=1000), committedStep=step)
+        assert (refused.status_code, refused.json()["reason"]) == (409, "CheckpointUnreachable")
+        words = (
+            f"step {step} was trained on tiny, and this engine has loaded tiny with other weights: give the LoRAEngine"
+        )
+        assert refused.json()["detail"].startswith(words)
+        from_it = rl_spec(maxSteps=1, initFrom={"experiment": {"name": "source"}}, lora={"rank": 8, "alpha": 16})
+        engine.put(warm, from_it, initSource={"uid": source})
+        failed = engine.wait(warm, lambda r: r.phase is Phase.FAILED)
+        assert (failed.reason, failed.retryable) == ("InitFromNotFound", False)
+        assert "step 2 was trained on tiny" in failed.message
+        assert engine.put(source, sft_spec(maxSteps=2)).json()["phase"] == "Succeeded"
+        assert engine.terminate() == 0
+
+        shutil.copyfile(kept / "model.safetensors", file)
+        engine.start()
+        engine.put(going, sft_spec(maxSteps=step + 2), committedStep=step)
+        assert [line["step"] for line in engine.metrics(going)][-1] >= step
+        assert engine.finish(going).progress.step == step + 2
+    finally:
+        engine.close()

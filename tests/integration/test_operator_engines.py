@@ -109,6 +109,7 @@ def test_a_pod_that_waits_for_quota_is_queued_and_no_error(stage: Stage, kube: c
     cluster.wait("one", lambda o: condition(o, "Attached").get("message", "").startswith(message), message)
     workload = client.AppsV1Api(kube).read_namespaced_stateful_set("main", cluster.namespace)
     assert workload.metadata.labels.items() >= labels.items()
+    cluster.wait_events("main", "Queued")
     events = cluster.core.list_namespaced_event(cluster.namespace, field_selector="involvedObject.name=main").items
     assert "Queued" in {event.reason for event in events if event.type == "Normal"}
     assert not [event.reason for event in events if event.type == "Warning" and event.reason == "Queued"]

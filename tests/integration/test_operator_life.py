@@ -38,7 +38,7 @@ def test_from_apply_to_succeeded(stage: Stage) -> None:
     assert condition(done, "Attached")["reason"] == "Detached"
     assert status(done)["completionTime"] >= status(done)["startTime"]
     assert len(engine.events("attach", uid)) == 1
-    wait_for(lambda: {"EngineConfirmed", "Completed"} <= set(cluster.event_reasons("one")), "both events")
+    cluster.wait_events("one", "EngineConfirmed", "Completed")
 
 
 def test_a_finished_experiment_never_runs_again(stage: Stage) -> None:
@@ -179,10 +179,10 @@ def test_backoff_limit(stage: Stage) -> None:
 def test_a_failure_of_the_users_own_is_final_at_once(stage: Stage) -> None:
     engine = stage.start_engine()
     stage.start_operator()
-    arguments = {"failAtStep": "2", "retryable": "false", "reason": "DataUnreadable"}
+    arguments = {"failAtStep": "2", "retryable": "false", "reason": "InvalidData"}
     uid = stage.cluster.experiment("one", arguments=arguments)
     failed = stage.cluster.wait_state("one", "Failed")
-    assert condition(failed, "Failed")["reason"] == "DataUnreadable"
+    assert condition(failed, "Failed")["reason"] == "InvalidData"
     assert len(engine.events("attach", uid)) == 1
 
 

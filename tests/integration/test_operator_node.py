@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.integration.test_operator_sleep import Sleeper
 pytestmark = [pytest.mark.integration, pytest.mark.node]
 
 SLOW = {"stepSeconds": "0.5"}
+GPU = "nvidia.com/gpu"  # what an engine's pods ask for
 
 
 def engine_spec() -> dict[str, Any]:
@@ -49,12 +52,26 @@ def engine_spec() -> dict[str, Any]:
 def test_a_drained_engine_moves_to_its_new_template(
     node_cluster: NodeCluster, node_kube: client.ApiClient, node_namespace: str, tmp_path: Path
 ) -> None:
-    """The old pod goes first, by itself, and what trained in it goes on in the new one."""
-    with staged(node_cluster, node_kube, node_namespace, tmp_path) as stage:
+    """The old pod goes first, by itself, and what trained in it goes on in the new one. It has the node's only GPU: as
+    another engine that waits for one shows, the two would not fit beside each other."""
+    with (
+        extended_resource(node_kube, GPU, 1),
+        staged(node_cluster, node_kube, node_namespace, tmp_path) as stage,
+    ):
         stage.start_operator(SERVICE_ADDRESSING="ClusterIP")
         cluster = stage.cluster
-        cluster.create("loraengines", "main", engine_spec())
+        cluster.create("loraengines", "main", on_gpu(engine_spec()))
         cluster.wait_reason("main", "Ready", "Serving", plural="loraengines")
+        cluster.create("loraengines", "beside", on_gpu(engine_spec()))
+        full = cluster.wait(
+            "beside",
+            lambda o: f"Insufficient {GPU}" in condition(o, "Ready").get("message", ""),
+            "the scheduler to find no second GPU",
+            plural="loraengines",
+        )
+        assert condition(full, "Ready")["reason"] == "PodUnschedulable"
+        cluster.delete("beside", "loraengines")  # it would take the GPU as soon as the old pod is gone
+        wait_for(lambda: names_of_pods(cluster) == ["main-0"], "its pod to go")
         cluster.experiment("one", max_steps=30, arguments=SLOW, backoffLimit=0)
         cluster.wait("one", lambda o: status(o).get("progress", {}).get("step", 0) >= 2, "two steps")
         old = cluster.core.read_namespaced_pod("main-0", node_namespace).metadata.uid
@@ -81,6 +98,29 @@ def test_a_drained_engine_moves_to_its_new_template(
         cluster.wait_gone("one")
         cluster.delete("main", "loraengines")
         cluster.wait_gone("main", plural="loraengines")
+        wait_for(lambda: not names_of_pods(cluster), "the pod to give the GPU back")
+
+
+@contextmanager
+def extended_resource(kube: client.ApiClient, name: str, count: int) -> Iterator[None]:
+    """Of the node, until the end of the block. kubelet keeps what it does not know, and lets pods ask for it."""
+    core = client.CoreV1Api(kube)
+    (node,) = [one.metadata.name for one in core.list_node().items]
+
+    def patch(value: str | None) -> None:
+        core.patch_node_status(node, {"status": {"capacity": {name: value}, "allocatable": {name: value}}})
+
+    patch(str(count))
+    yield
+    patch(None)
+
+
+def on_gpu(spec: dict[str, Any]) -> dict[str, Any]:
+    return {**spec, "sampler": {"gpus": 1, "dataParallelSize": 1}}
+
+
+def names_of_pods(cluster: Cluster) -> list[str]:
+    return [pod.metadata.name for pod in cluster.core.list_namespaced_pod(cluster.namespace).items]
 
 
 def clora(cluster: NodeCluster, namespace: str, *arguments: str) -> str:

@@ -67,7 +67,7 @@ def test_a_higher_priority_takes_the_lowest_ones_slot_and_gives_it_back(
     _, second = engine.events("attach", goes)
     assert second["step"] == engine.events("leave", goes)[0]["step"] > 0  # from its last commit
     assert [len(engine.events("attach", uid)) for uid in (kept, patient, important)] == [1, 1, 1]
-    assert cluster.event_reasons("b-goes").count("Preempted") == 1
+    assert cluster.wait_events("b-goes", "Preempted").count("Preempted") == 1
     assert status(cluster.get("a-kept"))["state"] == "Running"
 
 
@@ -206,7 +206,7 @@ def test_a_drained_engine_is_left_and_come_back_to(stage: Stage) -> None:
         assert status(done)["restarts"] == 0
         _, second = engine.events("attach", uid)
         assert second["step"] == engine.events("leave", uid)[0]["step"] > 0
-        assert cluster.event_reasons(name).count("EngineDraining") == 1
+        assert cluster.wait_events(name, "EngineDraining").count("EngineDraining") == 1
     cluster.wait_state("three", "Succeeded")
     assert len(engine.events("attach", new)) == 1
     assert condition(cluster.get("main", "loraengines"), "Drained")["reason"] == "NotDraining"

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 from kubernetes import client
 
-from clora_api import GROUP, VERSION
-from tests.integration.operator_fixtures import Cluster, Stage, condition, stage, status, wait_for
+from tests.integration.operator_fixtures import LONG_AGO, Cluster, Stage, condition, stage, status, wait_for
 
 pytestmark = pytest.mark.integration
 __all__ = ["stage"]
 
-LONG_AGO = "2026-01-01T00:00:00Z"
 AFTER = 3600
 
 
@@ -30,10 +28,6 @@ def spec(**fields: Any) -> dict[str, Any]:
         "scaleDownAfterSeconds": AFTER,
         **fields,
     }
-
-
-def patch_status(cluster: Cluster, name: str, body: dict[str, Any], plural: str) -> None:
-    cluster.custom.patch_namespaced_custom_object_status(GROUP, VERSION, cluster.namespace, plural, name, body)
 
 
 class Sleeper:
@@ -54,20 +48,8 @@ class Sleeper:
     def wait_reason(self, kind: str, reason: str) -> dict[str, Any]:
         return self.cluster.wait_reason(self.name, kind, reason, plural="loraengines")
 
-    def let_time_pass(self) -> None:
-        """Its idleness began long ago."""
-        idle = self.wait_reason("Idle", "Unused")
-        conditions = status(idle)["conditions"]
-        for one in conditions:
-            if one["type"] == "Idle":
-                one["lastTransitionTime"] = LONG_AGO
-        version = {"resourceVersion": idle["metadata"]["resourceVersion"]}
-        patch_status(
-            self.cluster, self.name, {"metadata": version, "status": {"conditions": conditions}}, "loraengines"
-        )
-
     def fall_asleep(self) -> dict[str, Any]:
-        self.let_time_pass()
+        self.cluster.long_idle(self.name)
         asleep = self.wait_reason("Ready", "Asleep")
         self.wait_replicas(0)
         return asleep
@@ -120,7 +102,7 @@ def test_it_sleeps_wakes_and_sleeps_again(stage: Stage, sleeper: Sleeper) -> Non
     cluster.delete("one")
     cluster.wait_gone("one")
     sleeper.fall_asleep()
-    assert cluster.event_reasons("main").count("Asleep") >= 1
+    cluster.wait_events("main", "Asleep")
     cluster.patch("main", {"spec": {"scaleDownAfterSeconds": None}}, "loraengines")
     sleeper.wait_replicas(1)
     assert condition(sleeper.wait_reason("Idle", "StaysAwake"), "Idle")["status"] == "False"
@@ -176,7 +158,7 @@ def test_a_release_wakes_the_engine_only_for_files_that_go(
     cluster.experiment("one", suspend=True, deletionPolicy=policy)
     cluster.wait_reason("one", "Attached", "Suspended")
     told = {"status": {"engine": {"name": "main", "epoch": 1}}}  # as if it had run there before
-    patch_status(cluster, "one", told, "loraexperiments")
+    cluster.patch_status("one", told)
     sleeper.fall_asleep()
     cluster.delete("one")
     sleeper.wait_replicas(replicas)
@@ -190,4 +172,4 @@ def test_a_release_wakes_the_engine_only_for_files_that_go(
     assert cluster.exists("one")  # past the deadline for an engine that is awake: this one has yet to load
     cluster.delete("main", "loraengines")
     cluster.wait_gone("one")
-    assert "ReleasedWithoutEngine" in cluster.event_reasons("one")
+    cluster.wait_events("one", "ReleasedWithoutEngine")

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = prompt(0)
 SEATS = 32
-NO_TRAINER: Any = None
+NO_TRAINER: Any = SimpleNamespace(register=lambda *_: None)
 """Where nothing is trained."""
 
 
@@ -125,7 +126,7 @@ async def test_tokens_follow_the_weights_of_experiments_also_when_they_change(sa
         )
 
     experiment = Experiment(desired(100), services, 1, lambda: None)
-    experiment._tell_gate(await experiment._plan_now())
+    experiment._tell_work_left(await experiment._plan_now())
     sampler.register("heavy", 300, 10_000)
     for seed, tenant in enumerate(("light", "heavy")):
         await publish(sampler, Version(tenant, 0), seed=seed)

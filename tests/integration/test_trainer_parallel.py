@@ -67,6 +67,10 @@ def adapter(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
+def files(folder: Path) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in ("adapter_model.safetensors", "optimizer.safetensors")]
+
+
 def others(client: TrainerClient) -> list[psutil.Process]:
     return psutil.Process(client.pid).children()
 
@@ -105,6 +109,22 @@ async def test_two_processes_train_as_one_does(checkpoint: Path, tmp_path: Path,
     for row, other in zip(shared["logprobs"], alone["logprobs"], strict=True):
         for ours, theirs in zip(row, other, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-2)
+
+
+async def test_a_gradient_that_is_pending_is_saved_whole(client: TrainerClient, tmp_path: Path) -> None:
+    """And counted once when it is loaded."""
+    await client.create("pending", LoraConfig(rank=8, alpha=16))
+    rows = batch(70)
+    await client.forward_backward("pending", rows, Loss(name="PPO", denominator=trained_tokens(rows)))
+    for round_ in range(2):
+        await client.save("pending", tmp_path / str(round_), optimizer=True)
+        await client.load("pending", tmp_path / str(round_), optimizer=True)
+    assert files(tmp_path / "0") == files(tmp_path / "1")
+    again = await client.optim_step("pending", ADAM)
+    await client.delete("pending")
+    await client.create("pending", LoraConfig(rank=8, alpha=16))
+    await client.forward_backward("pending", rows, Loss(name="PPO", denominator=trained_tokens(rows)))
+    assert again.grad_norm == (await client.optim_step("pending", ADAM)).grad_norm
 
 
 async def test_the_death_of_a_rank_is_the_trainers(client: TrainerClient) -> None:

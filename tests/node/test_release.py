@@ -11,18 +11,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from kubernetes import client
 
 from local import image
 from local.cache import REPOSITORY
-from local.model import NAME, model
 from local.node import NodeCluster
 from local.tools import tools
 from tests.cluster_fixtures import wait_until
+from tests.node.engine_pods import engine_manifest, experiment, model_claim, model_volume
 
 pytestmark = [pytest.mark.node, pytest.mark.timeout(1200)]
 
@@ -63,71 +61,11 @@ def release(node_cluster: NodeCluster, node_kube: client.ApiClient) -> NodeClust
 def engine(release: NodeCluster, node_kube: client.ApiClient) -> Iterator[str]:
     """A LoRAEngine with the small real model; its volume comes from the node's storage class."""
     core, custom = client.CoreV1Api(node_kube), client.CustomObjectsApi(node_kube)
-    core.create_persistent_volume(_model_volume())
-    core.create_namespaced_persistent_volume_claim(TENANT, _model_claim())
-    custom.create_namespaced_custom_object(*GROUP, "loraengines", _engine())
+    core.create_persistent_volume(model_volume())
+    core.create_namespaced_persistent_volume_claim(TENANT, model_claim())
+    custom.create_namespaced_custom_object(*GROUP, "loraengines", engine_manifest())
     yield "local"
     print(_run(release, "kubectl", "logs", "--namespace", TENANT, "local-0", "--tail=60"))
-
-
-def _model_volume() -> dict[str, Any]:
-    return {
-        "metadata": {"name": "model"},
-        "spec": {
-            "capacity": {"storage": "1Gi"},
-            "accessModes": ["ReadOnlyMany"],
-            "storageClassName": "by-hand",
-            "hostPath": {"path": str(model()), "type": "Directory"},
-        },
-    }
-
-
-def _model_claim() -> dict[str, Any]:
-    spec = {
-        "accessModes": ["ReadOnlyMany"],
-        "storageClassName": "by-hand",
-        "resources": {"requests": {"storage": "1Gi"}},
-    }
-    return {"metadata": {"name": "model"}, "spec": spec}
-
-
-def _engine() -> dict[str, Any]:
-    host = image.host_pod()
-    container = {
-        "name": "engine",
-        "imagePullPolicy": "Never",
-        "command": [str(BIN / "clora-engine")],
-        "env": host["env"],
-        "volumeMounts": host["volumeMounts"],
-    }
-    return {
-        "apiVersion": "clora.dev/v1alpha1",
-        "kind": "LoRAEngine",
-        "metadata": {"name": "local"},
-        "spec": {
-            "image": image.HOST,
-            "model": {"name": f"HuggingFaceTB/{NAME}", "claimName": "model"},
-            "capacity": {"maxExperiments": 2, "maxRank": 16},
-            "sampler": {
-                "gpus": 0,
-                "dataParallelSize": 1,
-                "maxModelLen": 1024,
-                "maxNumSeqs": 32,
-                "kvCacheMemory": "1Gi",
-            },
-            "trainer": {"gpus": 0, "tokensPerMicrobatch": 3000},
-            "storage": {"size": "2Gi"},
-            "resources": {"requests": {"memory": "3Gi"}, "limits": {"memory": "8Gi"}},
-            "podTemplate": {"spec": {"containers": [container], "volumes": host["volumes"]}},
-        },
-    }
-
-
-def _experiment(name: str, steps: int) -> dict[str, Any]:
-    body: dict[str, Any] = yaml.safe_load((REPOSITORY / "examples" / "demo" / "warm-up.yaml").read_text())
-    body["metadata"]["name"], body["spec"]["maxSteps"] = name, steps
-    body["spec"]["algorithm"]["promptsPerStep"] = 2
-    return body
 
 
 def _conditions(custom: client.CustomObjectsApi, plural: str, name: str) -> dict[str, str]:
@@ -159,7 +97,7 @@ def test_an_experiment_trains_in_pods_and_outlives_its_engines_pod(
         return _conditions(custom, plural, name).get(condition) == "True"
 
     wait_until(lambda: is_true("loraengines", engine, "Ready"), "the engine to be ready", seconds=600)
-    custom.create_namespaced_custom_object(*GROUP, "loraexperiments", _experiment("sums", 6))
+    custom.create_namespaced_custom_object(*GROUP, "loraexperiments", experiment("sums", 6))
     wait_until(lambda: _step(custom, "sums") >= 1, "a committed step", seconds=300)
     epoch = custom.get_namespaced_custom_object(*GROUP, "loraengines", engine)["status"]["epoch"]
     core.delete_namespaced_pod("local-0", TENANT, grace_period_seconds=1)
@@ -172,7 +110,7 @@ def test_a_drained_node_loses_no_step(release: NodeCluster, engine: str, node_ku
     """`kubectl drain` takes the engine's and the operator's pods: the step is brought to its commit, and nobody is
     there meanwhile. With the node back, it goes on where it was."""
     core, custom = client.CoreV1Api(node_kube), client.CustomObjectsApi(node_kube)
-    created = custom.create_namespaced_custom_object(*GROUP, "loraexperiments", _experiment("drained", 5))
+    created = custom.create_namespaced_custom_object(*GROUP, "loraexperiments", experiment("drained", 5))
     wait_until(lambda: _step(custom, "drained") >= 1, "a committed step", seconds=300)
     (node,) = core.list_node().items
     flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=300s")

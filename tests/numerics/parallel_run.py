@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from clora_engine.adapter_state import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER
 from clora_engine.errors import CapacityError
 from clora_engine.trainer import Trainer
 from clora_engine.trainer_base import BaseModel
 from clora_engine.trainer_pass import Request
+from clora_engine.trainer_place import FileMeeting
 from clora_engine.trainer_ranks import Ranks
-from clora_engine.trainer_shard import shard
+from clora_engine.trainer_shard import decoder_layers, shard
 from clora_engine.types import AdamParams, ForwardBackwardResult, LoraConfig, Loss, Row
 from tests.numerics.tiny import batch, tiny_model, trained_tokens
 
@@ -169,9 +171,23 @@ def no_room(ranks: Ranks) -> Facts:
     return {"error": None, "there": "C" in trainer.store}
 
 
+def held(ranks: Ranks) -> Facts:
+    """Bytes of the decoder layers' parameters: in this rank's memory after a pass, and of the whole model's."""
+    trainer = trainer_of(ranks)
+    one = request("A", 0)
+    trainer.forward_backward("A", one.rows, one.loss)
+    parameters = [p for layer in decoder_layers(trainer._base.model) for p in layer.parameters()]
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return {
+        "here": sum(tensor.untyped_storage().nbytes() for tensor in local),
+        "whole": sum(p.numel() * p.element_size() for p in parameters),
+    }
+
+
 def scenarios(ranks: Ranks) -> Facts:
     broken, memory = RuntimeError("a kernel that fails"), torch.OutOfMemoryError("the device is full")
     facts: Facts = {
+        "held": held(ranks),
         "training": training(ranks),
         "checkpointed": training(ranks, gradient_checkpointing=True),
         "out_of_memory": out_of_memory(ranks, 100),
@@ -188,8 +204,11 @@ def scenarios(ranks: Ranks) -> Facts:
 def main() -> None:
     rank, size, rendezvous, in_step, out = sys.argv[1:]
     torch.set_num_threads(1)
-    ranks = Ranks.join(int(rank), int(size), Path(rendezvous), torch.device("cpu"), in_step=in_step == "shard")
-    Path(out).write_text(json.dumps(scenarios(ranks)))
+    meeting = FileMeeting(Path(rendezvous))
+    ranks = Ranks.join(int(rank), int(size), meeting, torch.device("cpu"), in_step=in_step == "shard")
+    group = torch.distributed.distributed_c10d._get_default_group()
+    patience = group._get_backend(torch.device("cpu")).options._timeout  # once they have met
+    Path(out).write_text(json.dumps(scenarios(ranks) | {"patience": patience.total_seconds()}))
 
 
 if __name__ == "__main__":

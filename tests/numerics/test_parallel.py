@@ -13,8 +13,10 @@ import sys
 import pytest
 import torch
 
-from clora_engine.trainer_ranks import Ranks
+from clora_engine.trainer_ranks import TIMEOUT, Ranks
+from clora_engine.trainer_shard import decoder_layers
 from tests.numerics.parallel_run import ADAM, Facts, training
+from tests.numerics.tiny import tiny_model
 from tests.torch_threads import torch_threads
 
 pytestmark = pytest.mark.integration
@@ -72,6 +74,21 @@ def test_two_ranks_compute_what_one_does(ranks: list[Facts], alone: Facts, scena
         parts = [rank[scenario]["gradients"][name] for rank in ranks]
         assert all(any(part) for part in parts), "both ranks had a share"
         assert close([a + b for a, b in zip(*parts, strict=True)], whole)
+
+
+def test_each_of_two_ranks_holds_half_of_the_layers_where_they_are_sharded(
+    request: pytest.FixtureRequest, ranks: list[Facts]
+) -> None:
+    layers = sum(p.numel() * p.element_size() for layer in decoder_layers(tiny_model()) for p in layer.parameters())
+    sharded = "shard" in request.node.callspec.id
+    for facts in (rank["held"] for rank in ranks):
+        assert facts["whole"] == layers
+        assert facts["here"] == (pytest.approx(layers / 2, rel=0.02) if sharded else layers)
+
+
+def test_ranks_that_have_met_wait_for_the_slowest_share(ranks: list[Facts]) -> None:
+    """Longer than they did to meet."""
+    assert [rank["patience"] for rank in ranks] == 2 * [TIMEOUT.total_seconds()]
 
 
 def test_masters_and_moments_are_the_same_on_all_ranks_bit_for_bit(ranks: list[Facts]) -> None:

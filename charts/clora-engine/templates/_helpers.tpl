@@ -4,6 +4,9 @@
 {{- if not (regexMatch "^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$" $name) }}
 {{- fail (printf "nameOverride: an engine cannot be called %q: at most 50 of a-z, 0-9 and '-', a letter first" $name) }}
 {{- end }}
+{{- if and (gt (int (dig "trainer" "nodes" 1 .Values.spec)) 1) (gt (len $name) 44) }}
+{{- fail (printf "nameOverride: an engine of several pods (spec.trainer.nodes) cannot be called %q: at most 44 characters" $name) }}
+{{- end }}
 {{- $name }}
 {{- end }}
 

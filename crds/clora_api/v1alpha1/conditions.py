@@ -83,7 +83,15 @@ class Reason(StrEnum):
     # Failed
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
-    EXPERIMENT_ERROR = "ExperimentError"
+    EXPERIMENT_ERROR = "ExperimentError"  # any other; the message begins with the engine's word for it
+    # Failed, in the engine's words: the spec or its data is wrong, and trying again would not help
+    INVALID_DATA = "InvalidData"  # the message names the row
+    INVALID_ADAPTER = "InvalidAdapter"  # initFrom's is no LoRA adapter that the engine can load
+    INVALID_MODEL = "InvalidModel"  # the engine's has no tokenizer that can be used
+    INVALID_ENVIRONMENT_ARGUMENT = "InvalidEnvironmentArgument"  # the message names it
+    UNKNOWN_ENVIRONMENT = "UnknownEnvironment"  # the engine knows none of that name
+    CHAT_TEMPLATE_UNSUPPORTED = "ChatTemplateUnsupported"  # the model's cannot hold such conversations
+    PROMPT_TOO_LONG = "PromptTooLong"  # it leaves no room in the model's context
     NOT_FAILED = "NotFailed"
     NOT_FINISHED = "NotFinished"
     # Engines
@@ -95,7 +103,9 @@ class Reason(StrEnum):
     UNAUTHORIZED = "Unauthorized"
     TOKEN_NOT_FOUND = "TokenNotFound"  # noqa: S105
     ENDPOINT_IN_USE = "EndpointInUse"
+    LEADER_WORKER_SET_MISSING = "LeaderWorkerSetMissing"  # the cluster lacks the kind that engines of several pods need
     UPDATE_PENDING = "UpdatePending"
+    UPDATE_REFUSED = "UpdateRefused"  # by the API server or a webhook of it; the engine stays as it was
     DRAINING = "Draining"  # experiments finish their step and commit
     DRAINED = "Drained"
     NOT_DRAINING = "NotDraining"

@@ -16,6 +16,7 @@ Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([kKMGTPE]i?|m)?$", 
 
 MAX_TRAINER_SLOTS = 64
 MAX_TRAINER_GPUS = 8
+MAX_TRAINER_NODES = 64
 TrainerSlots = Annotated[
     Annotated[int, Field(ge=1, le=MAX_TRAINER_SLOTS)] | Literal["Auto"],
     WithJsonSchema(
@@ -113,7 +114,9 @@ class Sampler(ApiModel):
     max_model_len: int = Field(8192, ge=128, le=1048576, description="Longest prompt and answer together, in tokens.")
     max_num_seqs: int = Field(256, ge=1, le=4096, description="Sequences decoded in one batch.")
     kv_cache_memory: Quantity | None = Field(
-        None, description="Memory of the KV cache, 4Gi for example; unset: vLLM's choice."
+        None,
+        description="Memory of the KV cache of each copy, 4Gi for example; unset: what a GPU has left, or an eighth of"
+        " the memory on a CPU.",
     )
 
 
@@ -121,19 +124,30 @@ class Trainer(ApiModel):
     """The swap-based trainer."""
 
     model_config = rules(
-        ("!self.shardBase || self.gpus > 1", "shardBase spreads the model over several GPUs: set gpus to 2 or more")
+        (
+            "!self.shardBase || self.gpus > 1 || self.nodes > 1",
+            "shardBase spreads the model over several GPUs: set gpus to 2 or more, or nodes",
+        )
     )
 
     gpus: int = Field(
         4,
         ge=0,
         le=MAX_TRAINER_GPUS,
-        description="GPUs that train, each with a part of every batch; 0: the CPU.",
+        description="GPUs that train, each with a part of every batch; 0: the CPU. Of several nodes, those of each.",
+    )
+    nodes: int = Field(
+        1,
+        ge=1,
+        le=MAX_TRAINER_NODES,
+        description="Pods that train. Above 1 the engine is a LeaderWorkerSet (leaderworkerset.x-k8s.io/v1, to be"
+        " installed beforehand) of so many pods: the first has the API and the sampler too, and each has gpus GPUs that"
+        " train.",
     )
     shard_base: bool = Field(
         False,
-        description="Spreads the base model over the trainer's GPUs (FSDP2) instead of copying it to each: slower, for"
-        " models that do not fit into one.",
+        description="Spreads the base model over the trainer's GPUs (FSDP2), of all nodes, instead of copying it to"
+        " each: slower, for models that do not fit into one.",
     )
     tokens_per_microbatch: int = Field(16384, ge=128, le=1048576, description="Positions computed in one pass.")
     slots: TrainerSlots = Field(
@@ -257,6 +271,10 @@ class EngineSpec(ApiModel):
             "scaleDownAfterSeconds is for engines that clora runs: leave it out with an endpoint",
         ),
         (
+            "!has(self.endpoint) || self.trainer.nodes == 1",
+            "trainer.nodes is for engines that clora runs: leave it out with an endpoint",
+        ),
+        (
             "!has(self.endpoint) || !self.serving.enabled || has(self.serving.endpoint)",
             "say where tenants reach an engine that somebody else runs: give serving.endpoint",
         ),
@@ -272,9 +290,9 @@ class EngineSpec(ApiModel):
     trainer: Trainer = Field(default_factory=Trainer, description="The swap-based trainer.")
     scheduling: Scheduling = Field(
         Scheduling.FAIR_SHARE,
-        description="Whose tokens the sampler draws first while it is saturated. FairShare: all experiments at once, by"
-        " their weights. ShortestRemaining: the experiment with the least work left over its weight first, so that"
-        " equal ones end one after another instead of all last; nobody waits for ever.",
+        description="Whose turn it is at the sampler and at the trainer while several experiments wait. FairShare: all"
+        " at once, by their weights. ShortestRemaining: the experiment with the least work left over its weight first,"
+        " so that equal ones end one after another instead of all last; nobody waits for ever.",
     )
     allowed_namespaces: AllowedNamespaces = Field(
         default_factory=AllowedNamespaces,
@@ -321,7 +339,7 @@ class EngineSpec(ApiModel):
     pod_template: dict[str, Any] | None = Field(
         None,
         description="Overlay on the engine's pod template (metadata, spec), merged as by server-side apply: node"
-        " selectors, tolerations, volumes, environment variables.",
+        " selectors, tolerations, volumes, environment variables. Of an engine of several pods, on each.",
         json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
     )
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/?#\s]+$", max_length=512)] | None = Field(

@@ -107,7 +107,11 @@ class Lora(ApiModel):
         description="Linear layers that get an adapter: name endings such as q_proj, or the one entry all-linear for"
         " every linear layer but the output head.",
     )
-    seed: Seed = Field(0, description="Seed of the adapter's initial weights.")
+    seed: Seed | None = Field(
+        None,
+        description="Seed of the adapter's initial weights; unset: one of the experiment's own, made of its uid, so"
+        " that no two experiments start alike.",
+    )
 
 
 class Optimizer(ApiModel):
@@ -466,7 +470,7 @@ class ExperimentSpec(ApiModel):
     )
     tracking: list[Tracker] | None = Field(
         None,
-        max_length=2,
+        max_length=3,
         description="Experiment trackers that get the metrics too, one of a kind at most. It can change at any time."
         " Trouble with a tracker is said by condition Tracked and stops no training.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["kind"]},
@@ -475,8 +479,8 @@ class ExperimentSpec(ApiModel):
         100,
         ge=1,
         le=MAX_WEIGHT,
-        description="Its share of the engine's sampler: twice the weight gets twice the tokens while the sampler is"
-        " saturated. It can change at any time, and does so at once.",
+        description="Its share of the engine's sampler and of its trainer: twice the weight gets twice the tokens while"
+        " others wait there too. It can change at any time, and does so at once.",
     )
     priority_class_name: PriorityClassName | None = Field(
         None,

@@ -1,7 +1,8 @@
 """Which hosts and addresses an engine talks to on behalf of tenants.
 
-Two lists decide. Hosts by name: only those that the engine's owner allows. Addresses: never the engine's own, its
-loopback, link-local and metadata addresses, or that of the Kubernetes API server's Service, whatever name leads there.
+Two lists decide. Hosts by name: only those that the engine's owner allows. Addresses: never the engine's own, those of
+the trainer's other nodes, loopback, link-local and metadata addresses, or that of the Kubernetes API server's Service,
+whatever name leads there.
 (A Service of the engine's, and the API server's own address behind its Service, are for the list of hosts and for a
 NetworkPolicy.) Names are resolved first, every address is checked, and the connection goes to a checked address, so
 that a name that changes its address in between (DNS rebinding) gains nothing. Private networks are not refused: that is
@@ -15,7 +16,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import SplitResult
 
 from clora_engine.errors import TransientError
@@ -56,12 +57,12 @@ class AllowedHost:
 
 @dataclass(frozen=True, slots=True)
 class HostPolicy:
-    """`forbidden`: further addresses that nobody may reach. `loopback`: 127.0.0.0/8 and ::1 are allowed, for
-    development on one machine."""
+    """`forbidden`: further addresses that nobody may reach, and what each is. `loopback`: 127.0.0.0/8 and ::1 are
+    allowed, for development on one machine."""
 
     hosts: tuple[AllowedHost, ...] = ()
     loopback: bool = False
-    forbidden: frozenset[IPAddress] = frozenset()
+    forbidden: Mapping[IPAddress, str] = field(default_factory=dict)
 
     def allows(self, url: SplitResult) -> bool:
         """Whether the host of an http or https URL is on the list."""
@@ -71,7 +72,7 @@ class HostPolicy:
 
     def refusal(self, address: str) -> str | None:
         """Why nobody may connect to an address; None if one may."""
-        found = _unwrapped(ipaddress.ip_address(address))
+        found = _address(address)
         if found.is_loopback:
             return None if self.loopback else "is a loopback address"
         if found.is_link_local:
@@ -79,7 +80,7 @@ class HostPolicy:
         if found in METADATA:
             return "is a cloud's metadata address"
         if found in self.forbidden:
-            return "is the address of the Kubernetes API server's Service"
+            return f"is the address of {self.forbidden[found]}"
         if found.is_unspecified or found.is_multicast or found.is_reserved:
             return "is no address of a host"
         if _is_own(found):
@@ -97,15 +98,17 @@ def is_host(text: str) -> bool:
         return False
 
 
-def policy(hosts: Sequence[str], *, loopback: bool, environ: Mapping[str, str] = os.environ) -> HostPolicy:
-    """The policy of an engine; in a pod, KUBERNETES_SERVICE_HOST tells where the API server's Service is. Raises
-    ValueError for what is no host, TransientError when that Service has no address: nothing is then reached."""
-    forbidden = set()
+def policy(
+    hosts: Sequence[str], *, loopback: bool, nodes: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> HostPolicy:
+    """The policy of an engine; nodes: addresses of its trainer's other nodes. In a pod, KUBERNETES_SERVICE_HOST tells
+    where the API server's Service is. Raises ValueError for what is no host, TransientError when that Service has no
+    address: nothing is then reached."""
+    forbidden = dict.fromkeys(map(_address, nodes), "one of the engine's nodes")
     server = environ.get("KUBERNETES_SERVICE_HOST")
     if hosts and server:  # without hosts no address is reached anyway
-        for info in _resolve(server):
-            forbidden.add(_unwrapped(ipaddress.ip_address(info)))
-    return HostPolicy(tuple(AllowedHost.parse(host) for host in hosts), loopback, frozenset(forbidden))
+        forbidden |= dict.fromkeys(map(_address, _resolve(server)), "the Kubernetes API server's Service")
+    return HostPolicy(tuple(AllowedHost.parse(host) for host in hosts), loopback, forbidden)
 
 
 def _resolve(host: str) -> set[str]:
@@ -115,6 +118,10 @@ def _resolve(host: str) -> set[str]:
         raise TransientError(
             f"KUBERNETES_SERVICE_HOST {host} has no address, so that it cannot be kept apart"
         ) from None
+
+
+def _address(text: str) -> IPAddress:
+    return _unwrapped(ipaddress.ip_address(text))
 
 
 def _unwrapped(address: IPAddress) -> IPAddress:

@@ -2,8 +2,8 @@
 
 An environment sees messages, never tokens, and knows no model: the Renderer of clora_engine.chat turns one into the
 other. One instance lives for one episode; a factory, made once per experiment from its checked arguments, makes them
-and knows what all its episodes share: the tools, and what a row of data must hold. What runs
-foreign code (an HTTP container, the verifiers library) implements the same protocol in modules of its own.
+and knows what all its episodes share: the tools, and what a row of data must hold. What runs foreign code, that of the
+verifiers library too, is a container that http.py asks.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from clora_api.control import (
@@ -23,6 +23,7 @@ from clora_api.control import (
     TrajectoryPage,
 )
 from clora_engine.errors import UserError
+from clora_engine.server import tracked_files
 from clora_engine.server.auth import TokenFile
 from clora_engine.server.problems import install, problem
 from clora_engine.server.trajectories import page as trajectories_as_text
@@ -54,7 +55,7 @@ def _install_guard(app: FastAPI, supervisor: Supervisor, token: TokenFile) -> No
         if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
             return problem("invalid-spec", 413, f"a request body may have {MAX_BODY_BYTES} bytes")
         if not supervisor.ready:
-            return problem("not-ready", 503, "the engine is loading its model")
+            return problem("not-ready", 503, supervisor.starting)
         return await call_next(request)
 
 
@@ -144,6 +145,15 @@ def _install_downloads(app: FastAPI, supervisor: Supervisor) -> None:
     @app.get("/v1/experiments/{uid}/checkpoints/{step}")
     async def checkpoint(uid: str, step: int) -> Response:
         return Response(await asyncio.to_thread(_adapter_tar, supervisor, uid, step), media_type="application/x-tar")
+
+    @app.get("/v1/experiments/{uid}/tracking")
+    async def tracking(uid: str) -> Response:
+        file = await asyncio.to_thread(tracked_files.packed, supervisor.journal(uid).folder)
+        if file is None:
+            return problem(
+                "not-found", 404, "it keeps no files of trackers: none in spec.tracking has had mode Offline"
+            )
+        return StreamingResponse(tracked_files.chunks(file), media_type="application/x-tar")
 
 
 def _adapter_tar(supervisor: Supervisor, uid: str, step: int) -> bytes:

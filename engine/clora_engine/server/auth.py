@@ -26,6 +26,11 @@ class TokenFile:
         except OSError:
             pass
 
+    def secret(self) -> bytes:
+        """The token as it is now."""
+        self._reload()
+        return self._token
+
     def accepts(self, authorization: str | None) -> bool:
         """Whether an Authorization header carries the token (compared in constant time)."""
         self._reload()

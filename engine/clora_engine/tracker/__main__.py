@@ -22,6 +22,7 @@ from clora_engine.tracker import metrics_file, proxy
 from clora_engine.tracker.mlflow_sink import MlflowSink
 from clora_engine.tracker.protocol import Answer, End, Ended, Sent, Start, Trouble, Upto, line, order
 from clora_engine.tracker.sink import Sink
+from clora_engine.tracker.trackio_sink import TrackioSink
 from clora_engine.tracker.wandb_sink import WandbSink
 
 NICENESS = 10
@@ -75,12 +76,18 @@ def _opened(start: Start, stack: ExitStack) -> Sink:
     if way_out is not None:
         names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
         os.environ |= dict.fromkeys(names, way_out)
-    return WandbSink(start, workspace, way_out) if start.kind == "WandB" else MlflowSink(start)
+    match start.kind:
+        case "WandB":
+            return WandbSink(start, workspace, way_out)
+        case "MLflow":
+            return MlflowSink(start)
+        case _:
+            return TrackioSink(start)
 
 
 def _policy(start: Start) -> http_addresses.HostPolicy:
     environ = {"KUBERNETES_SERVICE_HOST": start.api_server} if start.api_server else {}
-    return http_addresses.policy(start.hosts, loopback=start.loopback, environ=environ)
+    return http_addresses.policy(start.hosts, loopback=start.loopback, nodes=start.nodes, environ=environ)
 
 
 @contextmanager

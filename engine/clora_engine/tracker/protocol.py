@@ -18,7 +18,8 @@ import msgspec
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`folder`: experiments/<uid> in the engine's storage. `config`: the run's configuration, nested. `hosts`: that it
     may connect to, as the engine's --tracking-host. `api_server`: the host of the Kubernetes API server's Service,
-    which it may not. A new Start with the same uid goes on with the same run."""
+    and `nodes`: addresses of the engine's other nodes, which it may not. A new Start with the same uid goes on
+    with the same run."""
 
     kind: str
     online: bool
@@ -34,6 +35,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     hosts: tuple[str, ...]
     loopback: bool
     api_server: str | None
+    nodes: tuple[str, ...]
 
     def __repr__(self) -> str:
         """Without the key."""

@@ -24,7 +24,8 @@ from benchmarks.peers.runs import clora_record, skyrl_record, trl_record
 from benchmarks.peers.work import Episodes, StepTokens, Work, step_tokens
 from benchmarks.report import ROOT
 from clora_engine.plan import Plan
-from clora_engine.rollout import Prompt, RolloutConfig, Rollouts
+from clora_engine.rollout import Rollouts
+from clora_engine.rollout_config import Prompt, RolloutConfig
 from clora_engine.types import Group, Sample, SamplingParams, Trajectory, Version
 from tests.unit.engine.chat_fixtures import CHATML, tiny_tokenizer
 

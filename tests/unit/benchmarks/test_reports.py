@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import operator_scale, sampler_table, throughput_report, trainer_table
+from benchmarks import learning_report, operator_scale, sampler_table, throughput_report, trainer_table
 from benchmarks.report import Spread, command
 from benchmarks.roofline import Rates, Sizes, run_seconds
 
@@ -55,6 +55,7 @@ def test_a_command_is_printed_without_this_machine_s_folders() -> None:
         ("trainer", trainer_table.render),
         ("operator", operator_scale.render),
         ("throughput", throughput_report.render),
+        ("learning", learning_report.render),
     ],
 )
 def test_the_documented_table_is_rendered_from_its_measurements(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import learning_report, throughput_report
+from benchmarks import gsm8k_report, learning, learning_report, throughput_report
+from benchmarks.engine_runs import Parts
 from benchmarks.limits import Rates, limit_seconds
 
 FAMILIES = ("kitchen", "garden")
@@ -18,7 +20,8 @@ def learnt(part: str, at_once: int, family: str, seed: int, rewards: list[float]
     lines: list[dict[str, Any]] = [{"step": 0, "eval_accuracy": 0.25}]
     lines += [{"step": step, "reward_mean": reward} for step, reward in enumerate(rewards, 1)]
     lines[-1]["eval_accuracy"] = 0.75
-    return learning_report.record(part, at_once, {"name": f"{part}-{family}-{seed}", "metrics": lines})
+    job = {"name": f"{part}-{family}-{seed}", "metrics": lines}
+    return learning_report.record(part, at_once, job, "abc")
 
 
 def curves(part: str, at_once: int, shift: float) -> list[learning_report.Record]:
@@ -40,6 +43,38 @@ def test_differences_are_paired_and_in_deviations_between_seeds() -> None:
     assert learning_report.deltas(serial, beside[::-1]) == pytest.approx([-0.05] * 4)
     found = learning_report.headlines([*serial, *beside])
     assert found == {"start_mean": 0.3, "end_mean": 0.825, "delta_over_sigma": 0.35}
+    assert learning_report.headlines(serial) == {"start_mean": 0.3, "end_mean": 0.85}
+
+
+def kept(parts: Parts, name: str, runs: int, reward: float, commit: str) -> None:
+    """Writes the runs of one part of bench-learning, up to so many."""
+    part = next(part for part in learning.parts_to_run() if part.name == name)
+    for run in learning.jobs(part, None)[:runs]:
+        lines = [{"step": 0, "eval_accuracy": 0.25}, {"step": 1, "reward_mean": reward, "eval_accuracy": 0.5}]
+        parts.write(run.name, {"commit": commit, "job": {"name": run.name, "metrics": lines}})
+
+
+def test_parts_of_another_run_stay_until_they_are_run_again(tmp_path: Path) -> None:
+    out, first, second = tmp_path / "learning.json", Parts(tmp_path / "first"), Parts(tmp_path / "second")
+    for name, reward in (("n1", 0.5), ("n8", 0.6), ("still", 0.25)):
+        kept(first, name, 12, reward, "first")
+    for seed in ("1", "2", "3"):  # a spread among seeds alone
+        kept_run = first.read(f"n1-kitchen-{seed}")
+        assert kept_run is not None
+        kept_run["job"]["metrics"][1]["reward_mean"] = 0.5 + int(seed) / 10
+        first.write(f"n1-kitchen-{seed}", kept_run)
+    learning.publish(first, out)
+    kept(second, "n8", 12, 0.7, "second")
+    kept(second, "still", 3, 0.0, "second")  # not whole
+    learning.publish(second, out)
+    document = json.loads(out.read_text())
+    assert document["settings"]["commits"] == ["first", "second"]
+    assert {(one["part"], one["commit"]): one["end"] for one in document["records"] if one["family"] == "trips"} == {
+        ("n1", "first"): 0.5,
+        ("n8", "second"): 0.7,
+        ("still", "first"): 0.25,
+    }
+    assert len(document["records"]) == 12 + 12 + 8
 
 
 def job(name: str, ended: float, reward: float) -> dict[str, Any]:
@@ -102,6 +137,14 @@ def test_a_limit_is_of_the_cores_or_of_the_tools() -> None:
     assert limit_seconds(rates, fast, in_flight=4) == pytest.approx(2.5 + 0.38)
 
 
+FEW = {"prompts": 3, "group": 4, "in_flight": 5, "tools_seconds": [0.5, 3.0]}
+
+
+def test_a_workload_is_described_by_what_was_measured() -> None:
+    full = FEW | {"in_flight": 12, "tools_seconds": None}
+    assert throughput_report.description(full) == "12 episodes a step, all in flight, tools that answer at once."
+
+
 def test_tables_and_plots_are_made(tmp_path: Path) -> None:
     records = [
         part(n, ends) | {"limit_seconds": 80.0} for n, ends in ((1, [100, 200, 300, 400]), (8, [150, 160, 170, 200]))
@@ -111,7 +154,7 @@ def test_tables_and_plots_are_made(tmp_path: Path) -> None:
         "commit": "d",
         "machine": {"cores": 2, "cpu": "e", "features": ["avx2"], "memory_gib": 3},
         "versions": {},
-        "settings": {"steps": 10, "commits": ["d"]},
+        "settings": {"steps": 10, "commits": ["d"], "workloads": {"agentic": FEW}},
         "headlines": throughput_report.headlines(records),
         "records": records,
     }
@@ -119,7 +162,50 @@ def test_tables_and_plots_are_made(tmp_path: Path) -> None:
     assert "| 8 | FairShare | 2.00 (2.00–2.00) × |" in table
     assert "| 50%, 25%, 1% |" in table
     assert "`agentic_share_of_limit_n8` 0.4" in table
+    assert (
+        "12 episodes a step, 5 of an experiment in flight, and a calculator over HTTP that takes 0.5 to 3 s." in table
+    )
     throughput_report.write_plot(records, tmp_path / "a.svg")
     serial, beside = curves("n1", 1, 0.0), curves("n4", 4, -0.05)
     learning_report.write_plot([*serial, *beside], tmp_path / "b.svg")
     assert all((tmp_path / name).read_text().startswith("<?xml") for name in ("a.svg", "b.svg"))
+
+
+def measured(step: int, accuracy: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "eval_examples": 100.0,
+        "eval_errors": 0.0,
+        "eval_accuracy": accuracy,
+        "eval_mean_at_k": accuracy / 2,
+        "eval_pass_at_k": accuracy * 2,
+    }
+
+
+def test_gsm8k_s_three_figures_are_before_between_and_after() -> None:
+    rewards = [0.1] * 5 + [0.2] * 5 + [0.3] * 5
+    found = gsm8k_report.records(
+        {
+            "demonstrations": [measured(0, 0.01), {"step": 1}, measured(2, 0.1)],
+            "reinforcement": [
+                measured(0, 0.1),
+                *({"step": step, "reward_mean": reward} for step, reward in enumerate(rewards, 1)),
+                measured(16, 0.2) | {"reward_mean": 0.3},
+            ],
+        }
+    )
+    states = [one for one in found if "state" in one]
+    assert [one["accuracy"] for one in states] == [0.01, 0.1, 0.2]
+    assert states[1]["standard_error"] == pytest.approx(0.03)  # (.1 * .9 / 100) ** .5
+    assert gsm8k_report.headlines(found) == {
+        "base_accuracy": 0.01,
+        "demonstrations_accuracy": 0.1,
+        "reinforcement_accuracy": 0.2,
+        "reward_start": 0.1,
+        "reward_end": 0.3,
+    }
+
+
+def test_an_unfinished_gsm8k_run_shows_what_there_is() -> None:
+    found = gsm8k_report.records({"demonstrations": [measured(0, 0.01), measured(2, 0.1)]})
+    assert gsm8k_report.headlines(found) == {"base_accuracy": 0.01, "demonstrations_accuracy": 0.1}

@@ -66,6 +66,8 @@ def test_the_table_has_every_case() -> None:
     assert "a copy within memory, which overlaps nothing. Share of a tenant's step, by its tokens: 5.0 % at 64" in text
     assert "Modelled, not measured (Qwen3-4B rank 32, PCIe 5 x16): 793 MB each way" in text
     assert "(ratio 4)" in text
+    assert f"Left out ({trainer.HEADLINE}): 1 × 256 tenants × tokens, for beyond 2048 tokens in a case" in text
+    assert "whose clock is simulated" in text
 
 
 def test_batches_share_nothing_and_have_no_padding() -> None:

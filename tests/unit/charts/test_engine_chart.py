@@ -83,6 +83,8 @@ def test_every_field_of_the_kind_may_be_given() -> None:
     [
         ('spec={"sampler": {"gpu": 4}}', "gpu"),
         ('spec={"sampler": {"gpus": "four"}}', "/spec/sampler/gpus"),
+        ('spec={"trainer": {"nodes": 0}}', "/spec/trainer/nodes"),
+        ('spec={"trainer": {"nodes": "two"}}', "nodes"),
         ('spec={"capacity": {"maxRank": 33}}', "/spec/capacity/maxRank"),
         ('spec={"dataVolumes": [{"name": "sets"}]}', "claimName"),
         ('spec={"storage": {"size": "much"}}', "/spec/storage/size"),
@@ -100,6 +102,13 @@ def test_a_wrong_value_is_refused_by_name(setting: str, words: str) -> None:
 
 def test_a_release_that_cannot_be_a_service_is_refused() -> None:
     assert "a letter first" in refusal(name="4b")
+
+
+def test_a_release_whose_pods_would_have_too_long_names_is_refused() -> None:
+    several = 'spec={"trainer": {"nodes": 2}}'
+    assert "at most 44 characters" in refusal(several, name="a" * 45)
+    assert spec(several, name="a" * 44)["trainer"]["nodes"] == 2
+    assert "nodes" not in spec(name="a" * 45)["trainer"]
 
 
 def test_an_engine_elsewhere_gets_no_image_and_no_pod() -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from clora_operator import workload
+from clora_operator import pod_template
 from local.cache import REPOSITORY
 
 DOCKER, REQUIREMENTS = REPOSITORY / "docker", REPOSITORY / "requirements"
@@ -35,9 +35,9 @@ def test_operator_runs_as_the_user_of_the_chart() -> None:
 
 @pytest.mark.parametrize("name", ["engine.Dockerfile", "engine-cpu.Dockerfile"])
 def test_engine_runs_as_the_operator_starts_it(name: str) -> None:
-    assert _instruction(name, "USER") == f"{workload._USER}:{workload._USER}"
-    assert f"HOME={workload._HOME}" in (DOCKER / name).read_text()
-    assert _instruction(name, "EXPOSE") == str(workload.PORT)
+    assert _instruction(name, "USER") == f"{pod_template.USER}:{pod_template.USER}"
+    assert f"HOME={pod_template.HOME}" in (DOCKER / name).read_text()
+    assert _instruction(name, "EXPOSE") == str(pod_template.PORT)
     assert yaml.safe_load(_instruction(name, "ENTRYPOINT")) == ["clora-engine"]
 
 
@@ -50,7 +50,7 @@ def test_images_hold_the_versions_that_were_tested(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["engine-cpu.txt", "engine-on-vllm.txt"])
 def test_engines_can_track(name: str) -> None:
-    assert {"wandb", "mlflow-skinny"} <= _pins(name).keys()
+    assert {"wandb", "mlflow-skinny", "trackio"} <= _pins(name).keys()
 
 
 def test_what_is_added_to_vllms_image_is_what_clora_allows() -> None:

@@ -118,6 +118,12 @@ class LocalTrainer:
     async def delete(self, adapter: str) -> None:
         self._trainer.delete(adapter)
 
+    def register(self, experiment: str, weight: int, remaining_tokens: int | None) -> None:
+        return None
+
+    def remove(self, experiment: str) -> None:
+        return None
+
     @property
     def adapters(self) -> list[str]:
         return sorted(self._trainer.store._states)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from clora_api.v1alpha1.engine import Scheduling
+from clora_engine import follow
 from clora_engine.config import EngineConfig, add_arguments, from_arguments, quantity
 from clora_engine.server.auth import TokenFile
 
@@ -66,6 +67,40 @@ def test_several_trainers() -> None:
         parse("--trainer-gpus=2", "--trainer-processes=2")
     with pytest.raises(ValueError, match="--shard-base spreads the model over several"):
         parse("--trainer-gpus=1", "--shard-base=true")
+
+
+def test_trainers_of_several_nodes() -> None:
+    assert (parse().trainer_nodes, parse().trainer_port) == (1, 29400)
+    config = parse("--trainer-nodes=2", "--trainer-gpus=4", "--shard-base=true")
+    assert (config.node_ranks, config.trainer_ranks) == (4, 8)
+    assert parse("--trainer-nodes=3", "--shard-base=true").trainer_ranks == 3
+    for flags, message in (
+        (["--trainer-nodes=0"], "--trainer-nodes 0: this node is one, give at least 1"),
+        (["--trainer-nodes=2", "--trainer-processes=2"], "--trainer-processes is for one node"),
+        (["--trainer-nodes=2", "--trainer-port=65535"], "--trainer-port 65535 and the next one are no ports"),
+        (["--trainer-nodes=2", "--trainer-port=8079"], "--trainer-port 8079 and the next one are the trainer's"),
+        (["--trainer-nodes=2", "--tenant-port=29400"], "--trainer-port 29400 and the next one are the trainer's"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(*flags)
+    assert parse("--trainer-port=8080").trainer_nodes == 1, "of one node, no port is opened"
+
+
+def test_nodes_that_follow() -> None:
+    def follows(*flags: str) -> follow.FollowConfig:
+        parser = argparse.ArgumentParser()
+        follow.add_arguments(parser)
+        given = ["--leader=h", "--model=m", "--token-file=/t", *flags]
+        return follow.from_arguments(parser.parse_args(given))
+
+    assert list(follows("--node=1", "--trainer-nodes=2").ranks) == [1]
+    config = follows("--node=2", "--trainer-nodes=3", "--trainer-gpus=4", "--trainer-port=30000")
+    assert (list(config.ranks), config.trainer_port) == ([8, 9, 10, 11], 30000)
+    for node in (0, 2, -1):
+        with pytest.raises(ValueError, match=f"--node {node} is none of --trainer-nodes 2: give 1 to 1"):
+            follows(f"--node={node}", "--trainer-nodes=2")
+    with pytest.raises(ValueError, match="--trainer-port 0 and the next one are no ports"):
+        follows("--node=1", "--trainer-nodes=2", "--trainer-port=0")
 
 
 def test_data_volumes_by_name() -> None:

@@ -20,7 +20,7 @@ from clora_engine.errors import EngineError
 from clora_engine.journal import Journal
 from clora_engine.patience import Patience
 from clora_engine.plan import Plan
-from clora_engine.rollout import Prompt
+from clora_engine.rollout_config import Prompt
 from clora_engine.types import Group, Trajectory
 from tests.engine_fixtures import rl_spec
 from tests.unit.engine.chat_fixtures import CHATML, tiny_tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 
 from clora_api.control import Phase
 from clora_engine import plan as planning
+from clora_engine.adapter_state import GRAD
 from clora_engine.rollout import Rollouts
-from clora_engine.types import Group
+from clora_engine.types import AdamParams, Group, OptimResult
 from tests.unit.engine.loop import UID, Life, desired
 
 
@@ -36,6 +38,26 @@ async def test_a_plain_run(tmp_path: Path) -> None:
     assert line["sampler_kl"] == line["kl_k3"] > 0
     for phase in ("rollout", "wait_rollout", "environment", "prepare", "train", "publish", "evaluate", "step"):
         assert line[f"{phase}_seconds"] >= 0, phase
+
+
+async def test_a_skipped_update_is_reported_and_never_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path, desired())
+    trainer, optim_step = life.trainer, life.trainer.optim_step
+
+    async def second_is_poisoned(adapter: str, adam: AdamParams) -> OptimResult:
+        if trainer.calls.count("optim_step") == 1:
+            (slot,) = trainer._trainer.store.swap_in([adapter])
+            slot.buffers[GRAD][5] = math.nan
+        return await optim_step(adapter, adam)
+
+    monkeypatch.setattr(trainer, "optim_step", second_is_poisoned)
+    assert (await life.run()).phase is Phase.SUCCEEDED
+    assert life.sampler.published == [0, 1, 3]
+    assert [line.get("update_skipped") for line in life.metrics()] == [None, 0, 1, 0]
+    assert [line.get("updates") for line in life.metrics()] == [None, 1, 0, 1]
+    assert life.weights(2) == life.weights(1) != life.weights(3)
 
 
 async def test_epochs_and_minibatches_make_several_updates(tmp_path: Path) -> None:

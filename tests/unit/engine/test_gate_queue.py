@@ -12,7 +12,8 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 
 from clora_api.v1alpha1.engine import Scheduling
 from clora_engine.errors import CapacityError
-from clora_engine.gate_queue import PATIENCE, GateQueue, Ticket, TicketState
+from clora_engine.gate_queue import GateQueue, Ticket, TicketState
+from clora_engine.shortest_remaining import PATIENCE
 from tests.unit.engine.gate_simulation import Simulation
 
 FAIR, SHORTEST = Scheduling.FAIR_SHARE, Scheduling.SHORTEST_REMAINING

@@ -19,6 +19,7 @@ import pytest
 from clora_engine.best import Best
 from clora_engine.errors import CheckpointError, FolderLockedError, StaleEpochError, UserError
 from clora_engine.journal import Journal, experiment_folder, next_epoch
+from clora_engine.model_folder import BaseModel
 from clora_engine.types import Group, Trajectory
 
 UID = "0b6f2f6e-5d0c-4c58-9a36-3f0a51c1a001"
@@ -307,3 +308,25 @@ def test_a_kill_between_metrics_and_manifest_leaves_the_step_before(tmp_path: Pa
     assert commit is not None
     assert commit.manifest.step == 0
     assert lines(again) == [0]
+
+
+def test_a_commit_of_another_base_model_is_refused_by_name(tmp_path: Path) -> None:
+    qwen = BaseModel("Qwen/Qwen3-4B", "one")
+    first = Journal(tmp_path, UID, 1, qwen)
+    first.require_base()  # nothing is committed
+    first.claim("team-a", "run")
+    make_step(first, 1)
+    first.require_base()
+    Journal(tmp_path, UID, 2, BaseModel("another/name", "one")).require_base()  # the same weights
+    Journal(tmp_path, UID, 2).require_base(1)  # for who only reads
+    for other, words in (
+        (BaseModel("Qwen/Qwen3-8B", "two"), "has loaded Qwen/Qwen3-8B: give"),
+        (BaseModel("Qwen/Qwen3-4B", "two"), "has loaded Qwen/Qwen3-4B with other weights: give"),
+    ):
+        with pytest.raises(CheckpointError, match=f"step 1 was trained on Qwen/Qwen3-4B, and this engine {words}"):
+            Journal(tmp_path, UID, 2, other).require_base()
+
+
+def test_a_commit_from_before_models_were_written_down_is_taken(tmp_path: Path) -> None:
+    make_step(opened(tmp_path), 1)
+    Journal(tmp_path, UID, 2, BaseModel("Qwen/Qwen3-4B", "one")).require_base()

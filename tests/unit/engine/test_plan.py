@@ -12,6 +12,7 @@ from clora_engine import plan
 from clora_engine.advantages import Shape
 from clora_engine.config import EngineConfig
 from clora_engine.errors import UserError
+from clora_engine.types import AdamParams
 from tests.unit.engine.chat_fixtures import CHATML, REWRITING, tiny_tokenizer
 
 SFT = {"estimator": "SFT", "loss": "CrossEntropy"}
@@ -51,6 +52,24 @@ def test_warm_up_then_constant(tmp_path: Path) -> None:
     assert rates == pytest.approx([2.5e-4, 5e-4, 1e-3, 1e-3, 1e-3])
 
 
+def test_every_setting_of_the_optimizer_reaches_the_trainer(tmp_path: Path) -> None:
+    optimizer = {"beta1": "0.81", "beta2": "0.992", "epsilon": "3e-7", "weightDecay": "0.04", "maxGradNorm": "0.6"}
+    made = build(tmp_path, desired(algorithm={"learningRate": "2e-4", "optimizer": optimizer}))
+    wanted = AdamParams(learning_rate=2e-4, beta1=0.81, beta2=0.992, eps=3e-7, weight_decay=0.04, grad_clip_norm=0.6)
+    assert made.adam(1) == wanted
+
+
+def test_each_experiment_starts_from_a_seed_of_its_own_unless_it_names_one(tmp_path: Path) -> None:
+    def seed(uid: str, **spec: Any) -> int:
+        return build(tmp_path, desired(**spec).model_copy(update={"uid": uid})).lora.seed
+
+    own = {uid: seed(uid) for uid in ("a", "b", "c")}
+    assert len(set(own.values())) == 3, "default specs of equal shapes"
+    assert all(0 <= each < 1 << 31 for each in own.values())
+    assert seed("a", lora={"rank": 8}) == own["a"], "the uid's, whatever else is asked for and however often"
+    assert [seed(uid, lora={"seed": 0}) for uid in own] == [0, 0, 0]
+
+
 def test_linear_schedule_ends_at_a_tenth(tmp_path: Path) -> None:
     algorithm = {"learningRate": "1e-3", "optimizer": {"schedule": "Linear"}}
     made = build(tmp_path, desired(algorithm=algorithm))
@@ -71,8 +90,9 @@ def test_work_left_is_measured_once_there_is_a_step_and_bounded_by_the_spec_befo
     assert made.remaining_tokens(4, 500.0) == 6 * 500
     assert made.remaining_tokens(12, 500.0) == 0
     assert made.samples
-    supervised = build(tmp_path, desired(algorithm=SFT))
-    assert (supervised.samples, supervised.remaining_tokens(0, None)) == (False, 0)
+    supervised = build(tmp_path, desired(algorithm=SFT | {"promptsPerStep": 4}, sampling={"maxTokens": 40}))
+    assert (supervised.samples, supervised.remaining_tokens(0, None)) == (False, 10 * 4 * 40)
+    assert supervised.remaining_tokens(4, 500.0) == 6 * 500
     assert build(tmp_path, desired(algorithm=SFT, evaluation={"examples": 2})).samples
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,21 @@ def test_means_follow_the_newest_steps_and_ignore_those_without_a_value() -> Non
     progress.take(3, 24, {"step_seconds": 13.0, "sampled_tokens": 200.0})
     assert progress.pace == pytest.approx(13.0)
     assert progress.step_tokens == pytest.approx(130.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens"),
+    [
+        ({"sampled_tokens": 100.0, "trained_tokens": 250.0}, 250.0),
+        ({"sampled_tokens": 100.0, "trained_tokens": 0.0}, 100.0),
+        ({"trained_tokens": 70.0}, 70.0),
+        ({}, None),
+    ],
+)
+def test_a_steps_work_is_what_it_sampled_or_trained_on(values: dict[str, Any], tokens: float | None) -> None:
+    progress = Progress()
+    progress.take(1, 8, values)
+    assert progress.step_tokens == tokens
 
 
 def test_a_step_that_changed_nothing_is_not_what_the_sampler_serves() -> None:

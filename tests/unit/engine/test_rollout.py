@@ -18,7 +18,8 @@ from clora_engine.environments import EnvironmentFactory, Example, Message, Step
 from clora_engine.environments.questions import QuestionEnvironment
 from clora_engine.environments.word_problems import WordProblems, read_row
 from clora_engine.errors import SamplerRestarted, UserError
-from clora_engine.rollout import Prompt, RolloutConfig, Rollouts, concurrency
+from clora_engine.rollout import Rollouts
+from clora_engine.rollout_config import Prompt, RolloutConfig, concurrency
 from clora_engine.types import Group, Sample, SamplingParams, Version
 from tests.unit.engine.chat_fixtures import ALTERNATING, CHATML, tiny_tokenizer
 

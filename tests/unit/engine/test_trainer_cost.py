@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,15 +91,27 @@ def test_auto_is_faster_than_the_wrong_choice(
     assert machine.seconds(auto, tokens) < machine.seconds(wrong, tokens)
 
 
-def test_predicted_and_measured_seconds_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    machine = Machine.of(SMALL_CALLS_PAY)
+@pytest.mark.parametrize(
+    ("model", "chosen"),
+    [
+        (SMALL_CALLS_PAY, r"4, joining calls below \d+ tokens"),
+        (SEGMENTS_COST, r"1, for a pass's overhead of 0\.020 s is too little to share"),
+    ],
+)
+def test_predicted_and_measured_seconds_are_logged_whichever_is_chosen(
+    model: CostModel, chosen: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine.of(model)
     with caplog.at_level(logging.INFO, "clora.trainer"):
         auto = choose(machine.trainer, 4, clock=machine.clock)
-    assert auto.join_below == pytest.approx(SMALL_CALLS_PAY.join_below(4), abs=2)
+    assert auto.join_below == pytest.approx(model.join_below(4), abs=2)
     size = 64
-    together = f"{SMALL_CALLS_PAY.seconds(4, size):.3f}"
-    assert f"predicted {together} s together" in caplog.text
-    assert f"measured {together} s together" in caplog.text
+    together, in_turn = f"{model.seconds(4, size):.3f}", f"{4 * model.seconds(1, size):.3f}"
+    assert re.search(
+        rf"trainer\.slots: {chosen}; 4 calls of {size} tokens: predicted {together} s together and {in_turn} s in turn,"
+        rf" measured {together} s together",
+        caplog.text,
+    )
 
 
 def test_nothing_of_the_measurement_remains() -> None:

@@ -43,6 +43,32 @@ def test_a_sharded_base_model_takes_its_part_and_its_ends(tmp_path: Path) -> Non
     assert quarter - 2 * ends == pytest.approx((whole - 2 * ends) / 4, abs=2)
 
 
+def test_a_sampler_on_the_same_host_takes_its_copies_and_its_kv_cache(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    settings = {"bytes_per_parameter": 4, "max_rank": 8, "slots": 1, "adapters": 1, "host_limit": GIB}
+    shapes = BaseShapes.of_model(tmp_path)
+    alone = MemoryPlan.of(shapes, **settings)
+    beside = MemoryPlan.of(shapes, sampler_copies=2, sampler_kv=2 * GIB, **settings)
+    whole = sum(p.numel() * p.element_size() for p in tiny_model().parameters())
+    assert (beside.sampler_base, beside.sampler_kv) == (2 * whole, 2 * GIB)
+    needed = alone.device + alone.store + 2 * whole + 2 * GIB
+    beside.check(device_free=None, host_free=needed)
+    words = (
+        r"and the sampler 0\.\d\d GiB for its base model and 2\.00 GiB for its KV cache: set or lower sampler.kvCache"
+    )
+    with pytest.raises(UserError, match=words):
+        beside.check(device_free=None, host_free=needed - 1)
+    # A trainer on a GPU needs the host for its adapters alone, the sampler as much as ever.
+    on_gpu = needed - alone.device
+    beside.check(device_free=alone.device, host_free=on_gpu)
+    with pytest.raises(UserError, match=words):
+        beside.check(device_free=alone.device, host_free=on_gpu - 1)
+    # Each of several processes answers for its part.
+    assert MemoryPlan.of(shapes, sampler_copies=2, sampler_kv=2 * GIB, processes=2, **settings).beside == (
+        alone.store + whole + GIB
+    )
+
+
 def test_what_fits_is_accepted() -> None:
     PLAN.check(device_free=13 * GIB, host_free=10 * GIB)
     PLAN.check(device_free=None, host_free=23 * GIB)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from local import build
-from local.cache import REPOSITORY, LocalClusterError, exclusive, install_pinned
+from local.cache import REPOSITORY, LocalClusterError, exclusive, install_pinned, working_uv
 
 
 @pytest.fixture
@@ -96,6 +96,21 @@ def _wheel(folder: Path) -> Path:
         for name, content in metadata.items():
             archive.writestr(name, content)
     return path
+
+
+def test_the_uv_that_was_fetched_is_used_where_none_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have none, or a version manager's that only says which Python lacks it."""
+    fetched = tmp_path / "cache" / "uv-tool" / "bin" / "uv"
+    broken = tmp_path / "path" / "uv"
+    for program, status in ((fetched, 0), (broken, 127)):
+        program.parent.mkdir(parents=True)
+        program.write_text(f"#!/bin/sh\nexit {status}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("CLORA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(broken.parent))
+    assert working_uv() == str(fetched)
+    fetched.unlink()
+    assert working_uv() is None
 
 
 def test_only_a_package_of_the_pinned_hash_is_installed(tmp_path: Path) -> None:

@@ -61,3 +61,17 @@ def test_a_zombie_counts_as_ended(tmp_path: Path) -> None:
     started = _sleeper(tmp_path)
     os.kill(started.pid, SIGKILL)
     assert started.wait(10.0)
+
+
+def test_has_not_ended_while_one_of_its_threads_lives(tmp_path: Path) -> None:
+    """As a killed process for some moments: its first thread is a zombie, and its ports are still taken."""
+    outlived = (
+        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(300,)).start();"
+        "ctypes.CDLL(None).syscall(60, 0)"  # exit, of this thread alone
+    )
+    started = process.start([sys.executable, "-c", outlived], cwd=tmp_path, log=tmp_path / "log")
+    while Path(f"/proc/{started.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert started.alive()
+    assert started.alive()
+    started.end(grace_seconds=0.0)
+    assert not started.alive()

@@ -206,6 +206,8 @@ def observed(of: Experiment, *, reported: ExperimentReport | None = None, **fiel
 
 
 def observed_engine(of: Engine, **fields: Any) -> ObservedEngine:
+    """pod: the only one, instead of pods."""
+    pod = fields.pop("pod", None)
     values: dict[str, Any] = {
         "engine": of,
         "rival": None,
@@ -213,7 +215,9 @@ def observed_engine(of: Engine, **fields: Any) -> ObservedEngine:
         "token_secret": ("t", "token"),
         "view": None,
         "stateful_set": None,
-        "pod": None,
+        "leader_worker_set": None,
+        "pods": (pod,) if pod else (),
+        "served": frozenset({"StatefulSet", "LeaderWorkerSet"}),
         "service": None,
         "wanted": None,
         "applied": "",

@@ -69,6 +69,29 @@ def test_a_link_with_a_plain_name_is_refused(tmp_path: Path) -> None:
         extract(tar_of(link("adapter_config.json")), tmp_path)
 
 
+def test_a_tree_is_unpacked(tmp_path: Path) -> None:
+    into = tmp_path / "tracking"
+    into.mkdir()
+    names = extract(tar_of(folder("a"), folder("a/.b c"), plain("a/.b c/d.e"), plain("f")), into, tree=True)
+    assert names == ["a", "f"]
+    assert (into / "a" / ".b c" / "d.e").read_bytes() == b"xxx"
+
+
+@pytest.mark.parametrize("make", [plain, folder])
+@pytest.mark.parametrize(
+    "name",
+    ["../out", "/etc/out", "..", "a/../../out", "a/..", "a//b", "a\\b", "a/\x1b[2J", "\x9b2J", "a\u202eb", "\udcff"],
+)
+def test_a_tree_leaves_its_folder_nowhere(tmp_path: Path, make: Callable[[str], tarfile.TarInfo], name: str) -> None:
+    into = tmp_path / "tracking"
+    into.mkdir()
+    with pytest.raises(CliError, match="no plain file or folder"):
+        extract(tar_of(plain("fine"), make(name)), into, tree=True)
+    assert list(into.iterdir()) == []
+    with pytest.raises(CliError, match="no plain file or folder"):
+        extract(tar_of(link("fine")), into, tree=True)
+
+
 def test_what_is_no_tar_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CliError, match="no tar"):
         extract(io.BytesIO(b"not a tar" * 100), tmp_path)

@@ -28,13 +28,14 @@ from clora_engine.training import Services
 from clora_engine.types import Group, Trajectory
 from clora_operator import cli
 from clora_operator.cli_compare import BARS, Course, plot, sparkline
+from clora_operator.cli_engine import pod_of
 from clora_operator.cli_logs import logs, step_line
 from clora_operator.cli_text import harmless
 from clora_operator.cli_trajectories import trajectories
 from clora_operator.cli_watch import watch
 from clora_operator.kube import ENGINES, Kube
 from tests.unit.engine.chat_fixtures import CHATML, tiny_tokenizer
-from tests.unit.operator.factories import claimed, condition, metadata, running, spec
+from tests.unit.operator.factories import claimed, condition, engine, metadata, running, spec
 
 TOKENIZER = tiny_tokenizer(CHATML)
 NAMES = {"kitchen": "uid-1", "garden": "uid-2", "empty": "uid-3"}
@@ -150,6 +151,55 @@ def run(kube: FakeKube, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int
 
 def real(kube: FakeKube) -> Kube:
     return cast(Kube, kube)
+
+
+# ------------------------------------------------------------------------------------ pull
+
+
+def test_what_trackers_have_kept_is_pulled(
+    kube: FakeKube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "storage" / "experiments" / NAMES["kitchen"] / "tracking" / "mlruns" / "1"
+    there.mkdir(parents=True)
+    (there / "meta.yaml").write_text("name: p")
+    assert run(kube, monkeypatch, "pull", "kitchen", str(tmp_path / "mine"), "--tracking") == 0
+    assert (tmp_path / "mine" / "mlruns" / "1" / "meta.yaml").read_text() == "name: p"
+    assert capsys.readouterr().out == f"trackers of kitchen: {tmp_path / 'mine' / 'mlruns'}\n"
+
+
+def test_where_trackers_have_kept_nothing_it_is_said(
+    kube: FakeKube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(kube, monkeypatch, "pull", "garden", str(tmp_path / "mine"), "--tracking") == 2
+    assert "it keeps no files of trackers: none in spec.tracking has had mode Offline" in capsys.readouterr().err
+    assert not (tmp_path / "mine").exists()
+
+
+def test_what_the_system_refuses_is_said_in_words(
+    kube: FakeKube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run(kube, monkeypatch, "pull", "kitchen", str(tmp_path / "file" / "mine"), "--step", "1") == 2
+    assert "Not a directory" in capsys.readouterr().err
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        kube.endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        assert run(kube, monkeypatch, "logs", "kitchen") == 2
+    assert "Connection refused" in capsys.readouterr().err
+
+
+class Labelled:
+    """Pods with an engine's label: its own, one that ends, and a copy that somebody has made to look into it."""
+
+    def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
+        owner = {"kind": "StatefulSet", "name": "main", "controller": True}
+        ends = {"name": "main-00", "deletionTimestamp": "2026-01-01T11:00:00Z", "ownerReferences": [owner]}
+        of_ours: dict[str, Any] = {"name": "main-1", "ownerReferences": [owner]}
+        return [{"metadata": meta} for meta in ({"name": "debug-main"}, ends, of_ours)]
+
+
+def test_the_token_goes_to_no_pod_that_only_has_the_label() -> None:
+    assert pod_of(cast(Kube, Labelled()), engine()) == "main-1"
 
 
 # ------------------------------------------------------------------------------------ logs

@@ -416,11 +416,21 @@ def test_backoff_limit(limit: int, restarts: int, attempt: int, reason: str | No
         assert "it broke" in message(plan, "Failed")
 
 
-@pytest.mark.parametrize(("given", "told_reason"), [("NoSignal", "NoSignal"), ("no signal!", "ExperimentError")])
-def test_a_final_failure_has_the_engines_reason(given: str, told_reason: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "told_reason", "words"),
+    [
+        ("InvalidData", "InvalidData", "it broke"),
+        ("ExperimentError", "ExperimentError", "it broke"),
+        ("OfALaterRelease", "ExperimentError", "OfALaterRelease: it broke"),
+        ("no signal!", "ExperimentError", "no signal!: it broke"),
+        ("", "ExperimentError", "it broke"),
+    ],
+)
+def test_a_final_failure_has_the_engines_reason_if_it_is_listed(given: str, told_reason: str, words: str) -> None:
     told = experiment(status=running())
     plan = decide(told, reported=failed(told, retryable=False, reason=given))
     assert said(plan, "Failed") == ("True", told_reason)
+    assert message(plan, "Failed") == words
     assert said(plan, "Succeeded")[0] == "False"
     assert plan.events[0].type == "Warning"
 

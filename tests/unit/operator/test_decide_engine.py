@@ -13,7 +13,7 @@ from clora_operator.plan import ApplyWorkload, Connect, CreateToken, Disconnect,
 from clora_operator.resources import Engine, parse_engine
 from clora_operator.settings import IngressPeers, ServiceAddressing, Settings
 from clora_operator.workload import digest, manifests
-from tests.unit.operator.factories import NOW, SETTINGS, ago, engine, metadata, observed_engine, said, view
+from tests.unit.operator.factories import NOW, SETTINGS, ago, engine, message, metadata, observed_engine, said, view
 
 EXTERNAL: dict[str, Any] = {"endpoint": "http://engine:1", "tokenSecretRef": {"name": "t"}}
 
@@ -114,6 +114,39 @@ def test_somebody_elses_secret_is_waited_for_not_made() -> None:
     assert said(plan, "Accepted") == ("False", "TokenNotFound")
 
 
+def test_an_engine_whose_change_is_refused_goes_on() -> None:
+    """And the refusal is forgotten when the spec is again as it was."""
+    (as_it_was,) = [a for a in decide(ours()).actions if isinstance(a, ApplyWorkload)]
+    there: dict[str, Any] = {
+        "stateful_set": {"metadata": {"name": "main", "generation": 1}},
+        "pod": {"metadata": {"name": "main-0", "uid": "u"}},
+    }
+    for spec, applied in (({"drain": True}, "digest-of-before"), ({}, as_it_was.digest)):
+        plan = decide(ours(**spec), view=view(), apply_error="quota exceeded", applied=applied, **there)
+        assert said(plan, "Accepted") == ("True", "SpecValid")
+        assert said(plan, "Ready") == ("True", "Serving")
+        assert (said(plan, "WorkloadCurrent"), message(plan, "WorkloadCurrent")) == (
+            ("False", "UpdateRefused"),
+            "quota exceeded",
+        )
+        assert any(isinstance(action, Connect) for action in plan.actions)
+        assert any(isinstance(action, ApplyWorkload) for action in plan.actions)
+        assert plan.requeue_after is not None
+
+
+@pytest.mark.parametrize(
+    ("queue", "error", "remedy"),
+    [(True, "x: field is immutable", True), (True, "x", False), (False, "x: field is immutable", False)],
+)
+def test_what_kueue_keeps_is_said_with_its_remedy(queue: bool, error: str, remedy: bool) -> None:
+    labels = {"kueue.x-k8s.io/queue-name": "research"} if queue else {}
+    of = engine(meta={"labels": labels}, image="x")
+    plan = decide(of, apply_error=error, stateful_set={"metadata": {"name": "main", "generation": 1}})
+    words = " - drain the engine, then: kubectl delete statefulset main; the operator makes it anew"
+    assert message(plan, "WorkloadCurrent") == error + (words if remedy else "")
+    assert (said(plan, "Ready"), message(plan, "Ready")) == (("False", "UpdateRefused"), error)  # it has no pod
+
+
 def test_a_refused_workload_is_said_and_tried_again() -> None:
     plan = decide(ours(), apply_error="quota exceeded")
     assert said(plan, "Accepted") == ("False", "InvalidSpec")
@@ -149,12 +182,16 @@ def workload(generation: int, observed: int, update: str) -> dict[str, Any]:
     ],
 )
 def test_workload_current(stateful_set: Any, running: str | None, expected: tuple[str, str]) -> None:
-    pod = {"metadata": {"name": "main-0", "labels": {"controller-revision-hash": running}}} if running else None
+    pod = (
+        {"metadata": {"name": "main-0", "uid": "u", "labels": {"controller-revision-hash": running}}}
+        if running
+        else None
+    )
     assert said(decide(ours(), stateful_set=stateful_set, pod=pod), "WorkloadCurrent") == expected
 
 
 def test_workload_current_waits_for_the_statefulsets_controller() -> None:
-    pod = {"metadata": {"name": "main-0", "labels": {"controller-revision-hash": "a"}}}
+    pod = {"metadata": {"name": "main-0", "uid": "u", "labels": {"controller-revision-hash": "a"}}}
     plan = decide(ours(), stateful_set=workload(2, 1, "a"), pod=pod)
     assert plan.status is not None
     assert "WorkloadCurrent" not in {c["type"] for c in plan.status["conditions"]}

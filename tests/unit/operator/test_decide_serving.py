@@ -217,6 +217,36 @@ def test_a_call_that_failed_is_made_again_after_a_pause_and_said() -> None:
     assert only_call(decide(of, memory=later, **fields)) == call
 
 
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_an_engine_of_an_earlier_release_is_asked_rarely_and_the_condition_says_why(
+    secret: ServingSecret | None,
+) -> None:
+    of = experiment(
+        status=running() | {"conditions": [condition("Served", "True", "Serving")]}, **(ON if secret else {})
+    )
+    fields: dict[str, Any] = {
+        "view": serves(report(of, serving=ReportedServing(version="one@3"))),
+        "data_missing": "its ConfigMap is gone",
+        "serving_secret": secret,
+    }
+    call = only_call(decide(of, **fields))
+    asked = Memory(wants_slot=True, serving=taken(call, 5, error="Not Found", unknown=True))
+    plan = decide(of, memory=asked, **fields)
+    assert calls(plan) == []
+    assert plan.requeue_after is not None
+    assert plan.requeue_after > 5
+    assert said(plan, "Served") == ("False", "ServingNotOffered" if secret else "NotServed")
+    assert "is of an earlier release" in message(plan, "Served")
+    assert "spec.drain" in message(plan, "Served")
+    assert TOKEN not in message(plan, "Served")
+    assert calls(decide(of, memory=replace(asked, serving=taken(call, 599, error="?", unknown=True)), **fields)) == []
+    later = replace(asked, serving=taken(call, 600, error="Not Found", unknown=True))
+    assert only_call(decide(of, memory=later, **fields)) == call
+    # what its next pod is told with everything else replaces it
+    put = Memory(wants_slot=True, serving=taken(call, 9, error="?", unknown=True), answer=told(of).answer)
+    assert "earlier release" not in message(decide(of, memory=put, **fields), "Served")
+
+
 def test_nothing_is_called_where_a_put_or_a_deletion_tells_it_or_nobody_listens() -> None:
     of = experiment(status=running(), suspend=True, **ON)
     runs = report(of, serving=ReportedServing(version="one@3"))

@@ -30,7 +30,7 @@ from tests.unit.operator.factories import (
 AFTER = 600
 BUSY = view(report(experiment()))
 SILENT = view(down_since=ago(60), error="refused")
-PENDING = {"metadata": {"name": "main-0", "labels": {}}, "status": {"phase": "Pending"}}
+PENDING = {"metadata": {"name": "main-0", "uid": "u", "labels": {}}, "status": {"phase": "Pending"}}
 SERVES = condition("Ready", "True", "Serving")
 SLEEPS = condition("Ready", "False", "Asleep")
 

@@ -79,5 +79,18 @@ async def test_what_was_not_taken_is_remembered_as_such(links: Links) -> None:
     engine.answer = httpx.Response(404, json=problem)
     unknown = await carried_out(links, DesiredServing(serving_token=TOKEN))
     assert unknown is not None
-    assert unknown.error == "no such one"
+    assert (unknown.error, unknown.unknown, unheard.unknown) == ("no such one", True, False)
     assert TOKEN not in repr(unknown)
+
+
+@pytest.mark.parametrize(("status", "unknown"), [(404, True), (405, True), (409, False), (500, False), (401, False)])
+async def test_an_engine_that_knows_no_such_call_is_told_from_one_in_trouble(
+    links: Links, status: int, unknown: bool
+) -> None:
+    """A route that is not there is answered with whatever a server answers then."""
+    engine = await connected(links)
+    engine.answer = httpx.Response(status, json={"detail": "Not Found"})
+    answer = await carried_out(links, DesiredServing())
+    assert answer is not None
+    assert answer.error
+    assert answer.unknown is unknown

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from clora_operator.overlay import overlay
+from clora_operator.pod_template import arguments
 from clora_operator.resources import Engine
-from clora_operator.workload import arguments, digest, manifests, name_problem, overlay, token_secret
+from clora_operator.workload import digest, manifests, name_problem, token_secret
 from tests.unit.operator.factories import engine
 
 

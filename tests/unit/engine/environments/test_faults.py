@@ -15,7 +15,8 @@ from aiohttp import web
 
 from clora_engine.chat import Renderer
 from clora_engine.environments import EnvironmentFactory, Example, create
-from clora_engine.rollout import Prompt, RolloutConfig, Rollouts
+from clora_engine.rollout import Rollouts
+from clora_engine.rollout_config import Prompt, RolloutConfig
 from clora_engine.rollout_metrics import step_metrics
 from clora_engine.types import Group, Trajectory
 from tests.unit.engine.chat_fixtures import CHATML, tiny_tokenizer

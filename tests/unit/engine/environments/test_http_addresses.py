@@ -70,10 +70,13 @@ def test_what_is_no_host(text: str) -> None:
         ("ff02::1", "no address of a host"),
         ("10.96.0.1", "API server"),
         ("::ffff:10.96.0.1", "API server"),
+        ("10.244.1.7", "one of the engine's nodes"),
+        ("::ffff:10.244.1.7", "one of the engine's nodes"),
     ],
 )
 def test_addresses_that_are_refused(address: str, why: str) -> None:
-    refusal = policy(["a"], loopback=False, environ={"KUBERNETES_SERVICE_HOST": "10.96.0.1"}).refusal(address)
+    environ = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    refusal = policy(["a"], loopback=False, nodes=["10.244.1.7"], environ=environ).refusal(address)
     assert refusal is not None
     assert why in refusal
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ from clora_engine.config import EngineConfig
 from clora_engine.tracker import wandb_file
 from clora_engine.tracking import Tracking, all_ended
 from tests.unit.engine.loop import UID, desired
+from tests.unit.engine.tracking import trackio_server
 
 SECONDS = 120.0  # a deadline for two cores that others use too
 KEY = "the-key-of-a-tenant-0123456789abcdef0123"  # as long as one of W&B's
 WANDB = {"kind": "WandB", "mode": "Offline", "project": "p"}
 MLFLOW = {"kind": "MLflow", "mode": "Offline", "project": "p"}
+TRACKIO = {"kind": "Trackio", "mode": "Offline", "project": "p"}
 
 
 def tracked(*trackers: dict[str, Any], keys: dict[str, str] | None = None, **changes: Any) -> DesiredExperiment:
@@ -113,6 +117,23 @@ def in_mlflow(folder: Path, run: str = UID) -> list[tuple[int, dict[str, float]]
             assert name not in found.setdefault(metric.step, {}), f"{name} of step {metric.step} is there twice"
             found[metric.step][name] = metric.value
     return sorted(found.items())
+
+
+async def in_trackio(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """Every step that Trackio's own command line finds, in order."""
+    return await trackio_server.steps(folder / "tracking" / "trackio")
+
+
+def trackio_steps(folder: Path) -> int:
+    """How many Trackio's file has; 0 while it is written. Trackio's own reader would change its mode of journal."""
+    database = folder / "tracking" / "trackio" / "p.db"
+    if not database.exists():
+        return 0
+    with contextlib.closing(sqlite3.connect(database, timeout=0.1)) as connection:
+        try:
+            return int(connection.execute("SELECT count(*) FROM metrics").fetchone()[0])
+        except sqlite3.OperationalError:
+            return 0
 
 
 def mlflow_run(folder: Path, run: str = UID) -> tuple[Any, Any]:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from clora_api.v1alpha1.tracking import TrackerKind
 from clora_engine import tracking
 from clora_engine.config import EngineConfig
 from clora_engine.errors import UserError
-from tests.unit.engine.tracking.fixtures import MLFLOW, WANDB, tracked
+from tests.unit.engine.tracking.fixtures import MLFLOW, TRACKIO, WANDB, tracked
 
 ONLINE = {"kind": "WandB", "project": "p", "secretRef": {"name": "s", "key": "k"}}
 
@@ -23,10 +22,11 @@ def check(*trackers: dict[str, Any], hosts: tuple[str, ...] = ()) -> None:
 
 def test_what_can_be_tracked() -> None:
     check()
-    check(WANDB, MLFLOW)
+    check(WANDB, MLFLOW, TRACKIO)
     check(ONLINE, hosts=("api.wandb.ai",))
     check(ONLINE | {"url": "https://wandb.team.svc/base/"}, hosts=("*.team.svc:443",))
     check({"kind": "MLflow", "project": "p", "url": "http://MLflow.svc:5000"}, hosts=("mlflow.svc:5000",))
+    check(ONLINE | {"kind": "Trackio", "url": "https://team-metrics.hf.space"}, hosts=("team-metrics.hf.space",))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,13 @@ def test_a_host_that_is_not_allowed(tracker: dict[str, Any], hosts: tuple[str, .
 
 
 def test_an_engine_without_the_libraries_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tracking.PACKAGES, TrackerKind.WANDB, "no_such_package")
-    with pytest.raises(UserError, match="the extra tracking") as error:
-        check(WANDB)
-    assert error.value.field == "tracking[0].kind"
+    for kind, (_, extra) in list(tracking.LIBRARIES.items()):
+        monkeypatch.setitem(tracking.LIBRARIES, kind, ("no_such_package", extra))
+    for tracker, named in (
+        (WANDB, "the extra tracking"),
+        (MLFLOW, "the extra tracking"),
+        (TRACKIO, "the extra trackio"),
+    ):
+        with pytest.raises(UserError, match=named) as error:
+            check(tracker)
+        assert error.value.field == "tracking[0].kind"

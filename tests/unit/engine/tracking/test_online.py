@@ -68,6 +68,14 @@ async def test_a_loopback_address_is_reached_by_no_name(tmp_path: Path) -> None:
         assert server.requests == []
 
 
+async def test_another_node_of_the_engine_is_reached_by_no_name(tmp_path: Path) -> None:
+    wanted = fixtures.tracked(mlflow("http://198.51.100.7:5000"), keys={"MLflow": KEY})
+    run = fixtures.Run(tmp_path, wanted, tracking_hosts=("198.51.100.7",), other_nodes=("198.51.100.7",))
+    run.begin()
+    await run.until(lambda report: "one of the engine's nodes" in report.problem)
+    await run.end()
+
+
 async def test_what_a_server_refuses_is_said_without_the_key(
     tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,7 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from clora_engine.environments.http_addresses import AllowedHost, HostPolicy
+from clora_engine.environments.http_addresses import HostPolicy
+from clora_engine.environments.http_addresses import policy as policy_of
 from clora_engine.tracker import proxy
 
 
@@ -31,9 +31,8 @@ async def web_server() -> AsyncIterator[int]:
         await runner.cleanup()
 
 
-def allow(*hosts: str, loopback: bool = True, forbidden: frozenset[str] = frozenset()) -> HostPolicy:
-    refused = frozenset(ipaddress.ip_address(address) for address in forbidden)
-    return HostPolicy(tuple(AllowedHost.parse(host) for host in hosts), loopback, refused)
+def allow(*hosts: str, loopback: bool = True, api_server: str = "") -> HostPolicy:
+    return policy_of(hosts, loopback=loopback, environ={"KUBERNETES_SERVICE_HOST": api_server})
 
 
 async def ask(policy: HostPolicy, url: str, data: str = "") -> tuple[int, str]:
@@ -86,7 +85,7 @@ async def test_others_are_not_reached(policy: HostPolicy, words: str) -> None:
 
 
 async def test_addresses_are_checked_whatever_the_name() -> None:
-    policy = allow("localhost", "169.254.169.254", "10.96.0.1", forbidden=frozenset({"10.96.0.1"}))
+    policy = allow("localhost", "169.254.169.254", "10.96.0.1", api_server="10.96.0.1")
     assert "link-local" in (await ask(policy, "http://169.254.169.254/latest"))[1]
     assert "API server" in (await ask(policy, "http://10.96.0.1:443/"))[1]
     status, text = await ask(allow("no-such-host.invalid"), "http://no-such-host.invalid/")

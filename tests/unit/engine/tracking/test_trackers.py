@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -19,31 +20,46 @@ from tests.unit.engine.loop import Life
 from tests.unit.engine.tracking.fixtures import (
     MLFLOW,
     SECONDS,
+    TRACKIO,
     WANDB,
     Run,
     children,
     expected,
     in_mlflow,
+    in_trackio,
     in_wandb,
     mlflow_run,
     mlflow_step,
     numbers,
     tracked,
+    trackio_steps,
 )
 
-READERS: dict[str, Callable[[Path], Any]] = {"WandB": in_wandb, "MLflow": in_mlflow}
-BOTH = pytest.mark.parametrize("tracker", [WANDB, MLFLOW], ids=["WandB", "MLflow"])
+ALL = pytest.mark.parametrize("tracker", [WANDB, MLFLOW, TRACKIO], ids=["WandB", "MLflow", "Trackio"])
+STORED: dict[str, Callable[[Path], int]] = {
+    "WandB": lambda folder: len(in_wandb(folder)),
+    "MLflow": mlflow_step,
+    "Trackio": trackio_steps,
+}
+
+
+async def read(tracker: dict[str, Any], folder: Path) -> list[tuple[int, dict[str, float]]]:
+    if tracker is TRACKIO:
+        return await in_trackio(folder)
+    return in_wandb(folder) if tracker is WANDB else in_mlflow(folder)
 
 
 async def test_a_run_is_there_number_by_number(tmp_path: Path) -> None:
-    life = Life(tmp_path, tracked(WANDB, MLFLOW))
+    life = Life(tmp_path, tracked(WANDB, MLFLOW, TRACKIO))
     experiment = await life.run()
     assert experiment.phase is Phase.SUCCEEDED
     await all_ended(SECONDS)
-    assert [(t.kind, t.step, t.problem) for t in experiment.report(0).tracking] == [("WandB", 3, ""), ("MLflow", 3, "")]
+    reported = [(t.kind, t.step, t.problem) for t in experiment.report(0).tracking]
+    assert reported == [("WandB", 3, ""), ("MLflow", 3, ""), ("Trackio", 3, "")]
     lines = [(line["step"], numbers(line)) for line in life.metrics()]
     assert in_wandb(life.folder) == lines
     assert in_mlflow(life.folder) == lines
+    assert await in_trackio(life.folder) == lines
     _, run = mlflow_run(life.folder)
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "e"
@@ -51,13 +67,13 @@ async def test_a_run_is_there_number_by_number(tmp_path: Path) -> None:
     assert not any("tracking" in name for name in run.data.params)
 
 
-@BOTH
+@ALL
 async def test_killed_at_any_time_a_step_is_there_once(
     tmp_path: Path, tracker: dict[str, Any], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(tracking, "PAUSES", (0.0,))
     run = Run(tmp_path, tracked(tracker))
-    stored = {"WandB": lambda: len(in_wandb(run.folder)), "MLflow": lambda: mlflow_step(run.folder)}[tracker["kind"]]
+    stored = functools.partial(STORED[tracker["kind"]], run.folder)
     run.begin()
     run.step(0)
     await run.sent(0)
@@ -70,7 +86,7 @@ async def test_killed_at_any_time_a_step_is_there_once(
         await run.killed()
     await run.sent(200)
     await run.end()
-    assert READERS[tracker["kind"]](run.folder) == expected(201)
+    assert await read(tracker, run.folder) == expected(201)
 
 
 async def test_a_step_that_was_sent_in_part_is_completed(tmp_path: Path) -> None:
@@ -108,7 +124,7 @@ async def test_a_last_step_that_a_kill_left_unsaid_is_found(tmp_path: Path, step
     assert in_mlflow(run.folder) == expected(steps + 1)
 
 
-@BOTH
+@ALL
 async def test_a_paused_run_goes_on(tmp_path: Path, tracker: dict[str, Any]) -> None:
     run = Run(tmp_path, tracked(tracker))
     for step in (0, 1):
@@ -118,7 +134,7 @@ async def test_a_paused_run_goes_on(tmp_path: Path, tracker: dict[str, Any]) -> 
     run.begin()
     await run.sent(1)
     await run.end(False)
-    assert READERS[tracker["kind"]](run.folder) == expected(2)
+    assert await read(tracker, run.folder) == expected(2)
     if tracker is MLFLOW:
         assert mlflow_run(run.folder)[1].info.status == "FAILED"
 
