@@ -23,6 +23,8 @@ from benchmarks.node import MAX_TURN_TOKENS, STEPS, TURNS, Costs, Outcome, Polic
 Vector: TypeAlias = npt.NDArray[np.float64]
 
 MAX_ITERATIONS, GOOD_ENOUGH, DIFFERENCE = 8, 0.003, 0.05
+DIGITS = 6
+"""Of a fitted parameter. More are not in the figures, and the last ones depend on the processor that numpy runs on."""
 JOBS = 8
 TRAIN_SECONDS = 30.0
 """A training step of this stack, by its authors, in the weeks of the measurement (as a round example):
@@ -73,7 +75,8 @@ def fit(alone: Figures, pair: Figures, train: float, policy: Policy) -> Costs:
     unit = np.array([(alone.step - train) / (TURNS * MAX_TURN_TOKENS), 2e-4])
 
     def costs(x: Vector) -> Costs:
-        return Costs(decode_base=float(x[0] * unit[0]), decode_load=float(x[1] * unit[1]), train=train)
+        base, load = (float(f"{found:.{DIGITS}g}") for found in x * unit)
+        return Costs(decode_base=base, decode_load=load, train=train)
 
     def miss(x: Vector) -> Vector:
         found: Vector = np.array([simulate(costs(x), policy, jobs).last for jobs in (1, 2)]) / wanted - 1.0
