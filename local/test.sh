@@ -1,53 +1,59 @@
 #!/usr/bin/env bash
-# test.sh - `make test` after lint: unit tests while the control plane's programs are built, then what needs the real vLLM
-# and, beside it, what mostly waits: tests before the real API server, and then those that need a node (root and Debian's
-# containerd). `test.sh e2e`: only what needs an API server or a node.
+# test.sh - `make test` after lint, as two rows of work, one beside the other, for half of it mostly waits:
+#   unit tests, what needs the real vLLM, and tests/e2e before the real API server;
+#   building the control plane's programs, what needs a node (root and Debian's containerd), and the other tests before
+#   the real API server.
+# `test.sh e2e`: only what needs an API server or a node, one after the other.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python
 began=$SECONDS
 lap() { echo "== $1: $((SECONDS - began)) s since the start"; }
+tests() {
+  local what=$1
+  shift
+  "$python" -m pytest --durations=20 "$@" || { lap "$what, with failures"; return 1; }
+  lap "$what"
+}
 
-set -m     # what runs beside is a group of processes, to be ended as one
-beside=""  # its first process
-trap '[ -z "$beside" ] || kill -- "-$beside" 2>/dev/null || true' EXIT
-also() { wait "$beside" && beside="" || { beside=""; echo "$1" >&2; return 1; }; }
+programs() {
+  "$python" -m local.build >/dev/null && "$python" -m local.model >/dev/null && "$python" -m local.tools >/dev/null &&
+    "$python" -m local.build_controllers >/dev/null || { echo "not built; the lines above say why" >&2; return 1; }
+  lap "the control plane's programs"
+}
 node_tests() {
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    "$python" -m pytest -m node || return
-    lap "tests on a real node"
+    tests "tests on a real node" -m node
   else
     echo "== tests marked 'node' need root and apt-get: not run"
   fi
 }
+cluster_tests() { tests "tests on a control plane" -m "cluster and not node" --ignore tests/e2e; }
+e2e_tests() { tests "end-to-end tests on a control plane" -m "cluster and not node" tests/e2e; }
+unit_tests() { tests "unit tests"; }
+engine_tests() { "$python" -m local.model >/dev/null; tests "tests of the engine" -m "(integration or slow) and not (cluster or node or gpu)"; }
 
-"$python" -m local.build >/dev/null & beside=$!
-[ "${1:-}" = e2e ] || "$python" -m pytest
-lap "unit tests"
-"$python" -m local.model >/dev/null
-"$python" -m local.tools >/dev/null
-"$python" -m local.build_controllers >/dev/null
-also "the control plane's programs were not built; the lines above say why"
-lap "programs and model"
-
-cluster_tests() {
-  local failed=0
-  "$python" -m pytest -m "cluster and not node" || failed=1
-  lap "tests on a control plane"
-  node_tests || failed=1
+# one after the other, whatever fails
+all() {
+  local each failed=0
+  for each in "$@"; do "$each" || failed=1; done
   return "$failed"
 }
+on_kubernetes() { programs && all node_tests "$@" cluster_tests; }
 
 if [ "${1:-}" = e2e ]; then
-  cluster_tests
+  on_kubernetes e2e_tests
   exit
 fi
+set -m     # what runs beside is a group of processes, to be ended as one
+beside=""  # its first process
+trap '[ -z "$beside" ] || kill -- "-$beside" 2>/dev/null || true' EXIT
 log=$(mktemp)
-cluster_tests >"$log" 2>&1 & beside=$!
+on_kubernetes >"$log" 2>&1 & beside=$!
 status=0
-"$python" -m pytest -m "(integration or slow) and not (cluster or node or gpu)" || status=1
-lap "tests of the engine"
-also "tests on a control plane or a node failed" || status=1
+all unit_tests engine_tests e2e_tests || status=1
+wait "$beside" || status=1
+beside=""
 cat "$log"
 rm -f "$log"
 [ "$status" = 0 ]
