@@ -128,10 +128,12 @@ class Actor:
         link = self._links.get(action.engine)
         if link is None:
             return Answer(digest, self._clock(), token, error="the engine is not connected")
+        info = link.view.info
         try:
             await link.put(action.desired)
         except RefusedError as refused:
-            return Answer(digest, self._clock(), token, problem=refused.problem)
+            epoch = info.epoch if info else None
+            return Answer(digest, self._clock(), token, problem=refused.problem, epoch=epoch)
         except EngineError as error:
             return Answer(digest, self._clock(), token, error=str(error))
         return Answer(digest, self._clock(), token, keys=keys_digest(action.desired))

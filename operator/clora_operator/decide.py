@@ -191,7 +191,9 @@ def _does_it_wait_for_its_commits(case: Case) -> Course | None:
     if answer is None or not answer.without_commits or case.occupying:
         return None
     left = LOOK_AGAIN_SECONDS - (case.now - answer.at).total_seconds()
-    if left <= 0:
+    info = case.o.view.info if case.o.view else None
+    restarted = info is not None and answer.epoch not in (None, info.epoch)  # with its volume again, or its model
+    if left <= 0 or restarted:
         return None
     return replace(waiting(Reason.CHECKPOINT_UNREACHABLE, answer.trouble), requeue_after=left)
 

@@ -25,7 +25,7 @@ from clora_operator.workload import LEADER_WORKER_SET, STATEFUL_SET, wanted_kind
 class Answer:
     """What the engine said to the last PUT of an experiment. digest: of what was asked; token: that of its serving
     token, empty without one; problem: its refusal, if any; error: why there was no answer; keys: of its trackers, where
-    it was taken."""
+    it was taken; epoch: of the engine that was asked, where it was known."""
 
     digest: str
     at: datetime
@@ -33,6 +33,7 @@ class Answer:
     problem: Problem | None = None
     error: str = ""
     keys: str = ""
+    epoch: int | None = None
 
     @property
     def invalid(self) -> bool:

@@ -15,6 +15,7 @@ import yaml
 
 from local.control_plane import ControlPlane
 from tests.e2e.blackhole import Relay, relay
+from tests.e2e.history import commits
 from tests.integration.operator_fixtures import (
     TOKEN,
     Cluster,
@@ -301,6 +302,34 @@ def test_an_engine_that_has_lost_its_storage(stage: Stage) -> None:
     attached = engine.events("attach", uid)
     assert [event["epoch"] for event in attached] == [1, 2]
     assert attached[1]["step"] >= 3
+
+
+def test_an_engine_that_has_loaded_another_model(stage: Stage) -> None:
+    """What was trained on the first goes no step further on the other, new experiments do; with the first model back
+    all goes on. What runs on each is told."""
+    engine = stage.start_engine()
+    stage.start_operator()
+    cluster = stage.cluster
+    uid = cluster.experiment("one", max_steps=ENDLESS, arguments=SLOW)
+    cluster.wait("one", lambda o: status(o).get("checkpoint", {}).get("step", 0) >= 3, "three commits")
+    engine.kill()
+    kept = len(commits("main", engine.storage))
+    engine.model = "other"
+    engine.start()
+    refused = cluster.wait_reason("one", "Attached", "CheckpointUnreachable")
+    message = condition(refused, "Attached")["message"]
+    assert "was trained on simulated, and this engine has loaded other" in message
+    assert "begin anew with an experiment of another name" in message
+    assert status(refused)["restarts"] == 0
+    assert status(cluster.get("main", "loraengines"))["model"] == "other"
+    cluster.experiment("two")
+    cluster.wait_state("two", "Succeeded")
+    assert len([commit for commit in commits("main", engine.storage) if commit.uid == uid]) == kept
+    engine.kill()
+    engine.model = "simulated"
+    engine.start()
+    again = cluster.wait("one", lambda o: steps(o) > kept, "a step more", seconds=90)
+    assert status(again)["restarts"] == 0
 
 
 @contextmanager

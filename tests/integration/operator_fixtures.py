@@ -110,6 +110,7 @@ class EngineProcess(Killable):
         self.storage, self._port = folder, free_port()
         self._limits = (max_experiments, max_rank, max_off_policy_steps)
         self._real_server = real_server
+        self.model = "simulated"  # from the next start on
         self._token = folder / "token"
         self.set_token(TOKEN)
         self.endpoint = f"http://127.0.0.1:{self._port}"
@@ -120,7 +121,7 @@ class EngineProcess(Killable):
         command += ["--storage", str(self.storage), "--token-file", str(self._token)]
         command += ["--max-experiments", str(self._limits[0]), "--max-rank", str(self._limits[1])]
         command += ["--max-off-policy-steps", str(self._limits[2])]
-        command += ["--real-server"] * self._real_server
+        command += ["--model-name", self.model, *["--real-server"] * self._real_server]
         with (self.storage / "engine.log").open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         wait_for(lambda: answers(f"{self.endpoint}/healthz"), "the simulated engine to answer", START_SECONDS)

@@ -1,9 +1,10 @@
 """An engine without a model: the control API as clora_api.control has it, over experiments that only count steps.
 
 For the operator's tests, where a real engine would be slow and could not be told to fail. A process of its own, so that
-it can be killed: commits and the epoch are files in --storage, and a new start resumes from them. What happens is
-written to events.jsonl there (one object a line: at, epoch, event, uid, step), which tests read: attach, loaded,
-commit, leave, delete.
+it can be killed: epoch and commits are kept in --storage by the engine's own Journal, which knows who may write, and a
+new start resumes from them. No commit is pruned, so that tests can read them all. What else happens is written to
+events.jsonl there (one object a line: at, epoch, event, uid, step): attach, loaded, leave, delete; refused, when a
+newer engine has taken the experiment over.
 
 An experiment's environment.arguments say how it behaves: stepSeconds, failAtStep, failures (how often, then it goes
 on), retryable, reason, invalidField, unknownField (refused once the spec has it, as an engine of an earlier release
@@ -43,6 +44,9 @@ from clora_api.control import (
     RunMode,
     spec_digest,
 )
+from clora_engine.errors import CheckpointError, StaleEpochError
+from clora_engine.journal import Journal, next_epoch
+from clora_engine.model_folder import BaseModel
 
 
 class RefusalError(Exception):
@@ -59,8 +63,9 @@ class Simulated:
     def __init__(self, engine: Engine, desired: DesiredExperiment) -> None:
         self.engine, self.desired = engine, desired
         self.phase = Phase.SUSPENDED if desired.mode is RunMode.SUSPEND else Phase.PREPARING
-        self.folder = engine.storage / "experiments" / desired.uid
-        self.step = self.committed() or 0
+        self.journal = engine.journal(desired.uid)
+        self.committed = last_commit(self.journal)
+        self.step = self.committed or 0
         self.failed_attempt = -1
         self.failure: tuple[str, str, bool] | None = None
         self.loaded = False
@@ -72,18 +77,13 @@ class Simulated:
     def argument(self, name: str, default: str) -> str:
         return self.desired.spec.environment.arguments.get(name, default)
 
-    def committed(self) -> int | None:
-        path = self.folder / "step"
-        return int(path.read_text()) if path.exists() else None
-
     def commit(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        beside = self.folder / "step.new"
-        beside.write_text(str(self.step))
-        beside.rename(self.folder / "step")
-        self.engine.log("commit", self)
-        with (self.folder / "metrics.jsonl").open("a") as lines:
-            lines.write(json.dumps({"step": self.step, "reward_mean": self.reward}) + "\n")
+        folder = self.journal.step_folder(self.step)
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_text(str(self.step))
+        self.journal.append_metrics({"step": self.step, "reward_mean": self.reward})
+        self.journal.commit(self.step, position=self.step, now=time.time())
+        self.committed = self.step
 
     @property
     def reward(self) -> float:
@@ -102,8 +102,18 @@ class Simulated:
     async def run(self) -> None:
         self.engine.log("attach", self)
         await asyncio.sleep(float(self.argument("loadSeconds", "0")))
-        self.step = self.committed() or 0
-        if self.committed() is None:
+        try:
+            await self.train()
+        except StaleEpochError:  # of a newer engine on the same storage
+            self.loaded = False
+            self.engine.log("refused", self)
+
+    async def train(self) -> None:
+        self.journal.claim(self.desired.namespace, self.desired.name)
+        self.journal.resume()
+        self.committed = last_commit(self.journal)
+        self.step = self.committed or 0
+        if self.committed is None:
             self.commit()
         self.loaded = True
         self.engine.log("loaded", self)
@@ -143,7 +153,7 @@ class Simulated:
     def report(self) -> ExperimentReport:
         reason, message, retryable = self.failure or ("", "", False)
         version = f"{self.desired.name}@{self.step}" if self.loaded or self.keeps_slot else ""
-        committed = self.committed()
+        committed = self.committed
         return ExperimentReport(
             uid=self.desired.uid,
             namespace=self.desired.namespace,
@@ -182,22 +192,29 @@ class Simulated:
             self.keeps_slot = False
             self.changed()
         elif token is not None and mode is RunMode.SERVE and not self.report().occupying:
-            self.step, self.keeps_slot = self.committed() or 0, True
+            self.step, self.keeps_slot = self.committed or 0, True
             self.changed()
 
 
 class Engine:
     def __init__(
-        self, storage: Path, max_experiments: int, max_rank: int, max_off_policy_steps: int | None = None
+        self,
+        storage: Path,
+        max_experiments: int,
+        max_rank: int,
+        max_off_policy_steps: int | None = None,
+        model: str = "simulated",
     ) -> None:
         self.storage, self.max_experiments, self.max_rank = storage, max_experiments, max_rank
+        self.base = BaseModel(name=model, fingerprint=model)
         self.max_off_policy_steps = max_off_policy_steps
-        path = storage / "epoch"
-        self.epoch = int(path.read_text()) + 1 if path.exists() else 1
-        path.write_text(str(self.epoch))
+        self.epoch = next_epoch(storage)
         self.experiments: dict[str, Simulated] = {}
         self.revision = 0
         self.waiting = asyncio.Event()
+
+    def journal(self, uid: str) -> Journal:
+        return Journal(self.storage, uid, self.epoch, self.base)
 
     def log(self, event: str, experiment: Simulated) -> None:
         line = {
@@ -220,7 +237,7 @@ class Engine:
         return EngineInfo(
             epoch=self.epoch,
             ready=True,
-            model="simulated",
+            model=self.base.name,
             version="0",
             max_experiments=self.max_experiments,
             max_rank=self.max_rank,
@@ -254,10 +271,15 @@ class Engine:
         if desired.spec.lora.rank > self.max_rank:
             raise RefusalError("invalid-spec", 422, f"rank is above {self.max_rank}", "lora.rank")
         if known is None and desired.committed_step is not None:
-            path = self.storage / "experiments" / desired.uid / "step"
-            if not path.exists() or int(path.read_text()) < desired.committed_step:
+            found = last_commit(self.journal(desired.uid))
+            if found is None or found < desired.committed_step:
                 detail = f"step {desired.committed_step} was committed, but this engine's storage has no step of it"
                 raise RefusalError("conflict", 409, detail, reason="CheckpointUnreachable")
+        if known is None:
+            try:
+                self.journal(desired.uid).require_base()
+            except CheckpointError as error:
+                raise RefusalError("conflict", 409, str(error), reason=error.reason) from None
         if desired.mode is not RunMode.SUSPEND and (known is None or not known.report().occupying):
             finished = known is not None and known.phase is Phase.SUCCEEDED and desired.mode is RunMode.RUN
             if not finished and self.info().experiments >= self.max_experiments:
@@ -314,8 +336,15 @@ class Engine:
         return experiment.report()
 
     def delete_files(self, uid: str) -> None:
-        for path in sorted((self.storage / "experiments" / uid).glob("*")):
-            path.unlink()
+        journal = self.journal(uid)
+        owner = journal.owner()
+        if owner is not None:
+            journal.claim(owner.namespace, owner.name)
+            journal.delete()
+
+
+def last_commit(journal: Journal) -> int | None:
+    return max(journal.commits(), default=None)
 
 
 def create_app(engine: Engine, token_file: Path) -> FastAPI:
@@ -398,7 +427,8 @@ def create_app(engine: Engine, token_file: Path) -> FastAPI:
 
     @app.get("/v1/experiments/{uid}/metrics")
     async def metrics(uid: str) -> Response:
-        return Response((find(uid).folder / "metrics.jsonl").read_bytes(), media_type="application/jsonl")
+        lines = (json.dumps(line) + "\n" for line in find(uid).journal.read_metrics())
+        return Response("".join(lines), media_type="application/jsonl")
 
     @app.get("/v1/experiments/{uid}/checkpoints")
     async def checkpoints(uid: str) -> CheckpointList:
@@ -407,7 +437,7 @@ def create_app(engine: Engine, token_file: Path) -> FastAPI:
 
     @app.get("/v1/experiments/{uid}/checkpoints/{step}")
     async def checkpoint(uid: str, step: int) -> Response:
-        if find(uid).committed() != step:
+        if step not in find(uid).journal.commits():
             raise RefusalError("not-found", 404, f"{uid} has no step {step}")
         buffer = BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as tar:
@@ -421,7 +451,8 @@ def create_app(engine: Engine, token_file: Path) -> FastAPI:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    engine = Engine(arguments.storage, arguments.max_experiments, arguments.max_rank, arguments.max_off_policy_steps)
+    limits = (arguments.max_experiments, arguments.max_rank, arguments.max_off_policy_steps)
+    engine = Engine(arguments.storage, *limits, arguments.model_name)
     if arguments.real_server:
         from tests.integration.simulated_supervisor import create_real_app
 
@@ -438,6 +469,7 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--storage", type=Path, required=True)
     parser.add_argument("--token-file", type=Path, required=True)
+    parser.add_argument("--model-name", default="simulated")
     parser.add_argument("--max-experiments", type=int, default=4)
     parser.add_argument("--max-rank", type=int, default=32)
     parser.add_argument("--max-off-policy-steps", type=int, default=None)

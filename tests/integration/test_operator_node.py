@@ -5,12 +5,15 @@ What runs in the pod is the simulated engine: pods with the real one are tested 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGCONT, SIGSTOP
 from typing import Any
 
 import pytest
@@ -18,8 +21,10 @@ from kubernetes import client
 
 from local import image
 from local.node import NodeCluster
+from tests.e2e.history import commits, engine_events, violations
 from tests.integration.operator_fixtures import ROOT, Cluster, condition, staged, status, wait_for
 from tests.integration.test_operator_sleep import Sleeper
+from tests.node.engine_pods import stored
 
 pytestmark = [pytest.mark.integration, pytest.mark.node]
 
@@ -131,13 +136,6 @@ def clora(cluster: NodeCluster, namespace: str, *arguments: str) -> str:
     return done.stdout
 
 
-def stored(cluster: Cluster, claim: str) -> Path:
-    """Where the node keeps the claim's volume."""
-    volume = cluster.core.read_namespaced_persistent_volume_claim(claim, cluster.namespace).spec.volume_name
-    source = cluster.core.read_persistent_volume(volume).spec
-    return Path((source.local or source.host_path).path)
-
-
 def test_an_idle_engine_gives_its_pod_back_and_wakes(
     node_cluster: NodeCluster, node_kube: client.ApiClient, node_namespace: str, tmp_path: Path
 ) -> None:
@@ -169,9 +167,10 @@ def test_an_idle_engine_gives_its_pod_back_and_wakes(
         cluster.experiment("two", max_steps=3, deletionPolicy="Delete")
         done = cluster.wait_state("two", "Succeeded", seconds=180)
         assert (status(done)["engine"]["epoch"], status(done)["restarts"]) == (2, 0)
-        files = stored(cluster, "main-storage") / "experiments"
-        kept, thrown = (files / cluster.get(name)["metadata"]["uid"] for name in ("one", "two"))
-        assert [(folder / "step").read_text() for folder in (kept, thrown)] == ["10", "3"]
+        files = stored(cluster.core, node_namespace, "main-storage") / "experiments"
+        kept, thrown = (files / cluster.get(name)["metadata"]["uid"] / "steps" for name in ("one", "two"))
+        assert (kept / "00010" / "manifest.json").exists()
+        assert (thrown / "00003" / "manifest.json").exists()
 
         sleeper.fall_asleep()
         cluster.delete("one")
@@ -183,10 +182,62 @@ def test_an_idle_engine_gives_its_pod_back_and_wakes(
         cluster.wait("main", lambda o: status(o)["epoch"] == 3, "the epoch of its third life", plural="loraengines")
         for name in ("one", "two"):
             assert "ReleasedWithoutEngine" not in cluster.event_reasons(name)
-        assert (kept / "step").exists()
-        assert not (thrown / "step").exists()
+        assert (kept / "00010" / "manifest.json").exists()
+        assert not thrown.exists()
         cluster.delete("main", "loraengines")
         cluster.wait_gone("main", plural="loraengines")
+
+
+def test_a_force_deleted_pod_whose_process_lives_on(
+    node_cluster: NodeCluster, node_kube: client.ApiClient, node_namespace: str, tmp_path: Path
+) -> None:
+    """As on a node that hangs: for the API server the pod is gone, a new one has its name, its volume and its address,
+    and the old engine trains on. The operator speaks to the new one, which takes the experiment over at its latest
+    commit; what the old one would still commit is refused."""
+    with staged(node_cluster, node_kube, node_namespace, tmp_path) as stage:
+        stage.start_operator(SERVICE_ADDRESSING="ClusterIP")
+        cluster = stage.cluster
+        cluster.create("loraengines", "main", engine_spec())
+        uid = cluster.experiment("one", max_steps=120, arguments=SLOW, backoffLimit=0)
+        cluster.wait("one", lambda o: status(o).get("progress", {}).get("step", 0) >= 2, "two steps", seconds=180)
+        storage = stored(cluster.core, node_namespace, "main-storage")
+        (shim,) = shims_of("tests.integration.simulated_engine")
+        os.kill(shim, SIGSTOP)  # it would end the container for kubelet
+        try:
+            cluster.core.delete_namespaced_pod("main-0", node_namespace, grace_period_seconds=0)
+            cluster.wait("one", lambda o: status(o)["engine"]["epoch"] == 2, "the second epoch", seconds=180)
+            wait_for(lambda: (uid, 1, "refused") in happened(storage), "the old engine to be refused")
+            assert len(shims_of("tests.integration.simulated_engine")) == 2, "both live"
+        finally:
+            os.kill(shim, SIGCONT)
+        done = cluster.wait_state("one", "Succeeded", seconds=240)
+        assert (status(done)["progress"]["step"], status(done)["restarts"]) == (120, 0)
+        kept = commits("main", storage)
+        assert [commit.step for commit in kept] == list(range(121))
+        assert {commit.epoch for commit in kept} == {1, 2}
+        assert violations([], kept, []) == []
+        wait_for(lambda: len(shims_of("tests.integration.simulated_engine")) == 1, "the old pod's process to end")
+        cluster.delete("one")
+        cluster.wait_gone("one")
+        cluster.delete("main", "loraengines")
+        cluster.wait_gone("main", plural="loraengines")
+
+
+def happened(storage: Path) -> set[tuple[str, int, str]]:
+    return {(event.uid, event.epoch, event.event) for event in engine_events("main", storage)}
+
+
+def shims_of(module: str) -> list[int]:
+    """Processes of containerd that hold a container which runs `python -m module`, each by its pid on this machine."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended while we looked
+            if f"-m\0{module}\0" not in (path / "cmdline").read_text():
+                continue
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if "containerd-shim" in Path(f"/proc/{parent}/cmdline").read_text():
+                found.append(parent)
+    return found
 
 
 def test_an_engine_in_a_pod(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from kubernetes import client
 
 from local import image
 from local.cache import REPOSITORY
@@ -35,6 +36,13 @@ def model_claim(volume: str = "model") -> dict[str, Any]:
         "resources": {"requests": {"storage": "1Gi"}},
     }
     return {"metadata": {"name": "model"}, "spec": spec}
+
+
+def stored(core: client.CoreV1Api, namespace: str, claim: str) -> Path:
+    """Where the node keeps the claim's volume."""
+    volume = core.read_namespaced_persistent_volume_claim(claim, namespace).spec.volume_name
+    source = core.read_persistent_volume(volume).spec
+    return Path((source.local or source.host_path).path)
 
 
 def engine_manifest() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from local.cache import REPOSITORY
 from local.node import NodeCluster
 from local.tools import tools
 from tests.cluster_fixtures import wait_until
-from tests.node.engine_pods import engine_manifest, experiment, model_claim, model_volume
+from tests.node.engine_pods import engine_manifest, experiment, model_claim, model_volume, stored
 
 pytestmark = [pytest.mark.node, pytest.mark.timeout(1200)]
 
@@ -97,12 +97,18 @@ def test_an_experiment_trains_in_pods_and_outlives_its_engines_pod(
         return _conditions(custom, plural, name).get(condition) == "True"
 
     wait_until(lambda: is_true("loraengines", engine, "Ready"), "the engine to be ready", seconds=600)
-    custom.create_namespaced_custom_object(*GROUP, "loraexperiments", experiment("sums", 6))
+    created = custom.create_namespaced_custom_object(*GROUP, "loraexperiments", experiment("sums", 6))
+    folder = stored(core, TENANT, "local-storage") / "experiments" / created["metadata"]["uid"]
     wait_until(lambda: _step(custom, "sums") >= 1, "a committed step", seconds=300)
     epoch = custom.get_namespaced_custom_object(*GROUP, "loraengines", engine)["status"]["epoch"]
+    committed = _committed_metrics(folder)
     core.delete_namespaced_pod("local-0", TENANT, grace_period_seconds=1)
     wait_until(lambda: is_true("loraexperiments", "sums", "Succeeded"), "it to succeed after all", seconds=600)
     assert _step(custom, "sums") == 6
+    assert custom.get_namespaced_custom_object(*GROUP, "loraexperiments", "sums")["status"]["restarts"] == 0
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    assert metrics.startswith(committed), "what was committed is there, byte for byte"
+    assert [json.loads(line)["step"] for line in metrics.splitlines()] == list(range(7))
     assert custom.get_namespaced_custom_object(*GROUP, "loraengines", engine)["status"]["epoch"] > epoch
 
 
@@ -127,6 +133,14 @@ def test_a_drained_node_loses_no_step(release: NodeCluster, engine: str, node_ku
     path = f"/storage/experiments/{created['metadata']['uid']}/metrics.jsonl"
     lines = _run(release, "kubectl", "exec", "--namespace", TENANT, "local-0", "--", "cat", path).splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(6))
+
+
+def _committed_metrics(experiment_folder: Path) -> bytes:
+    """As many bytes of its metrics as the latest commit covers, with at least the line of step 1."""
+    latest = max(experiment_folder.glob("steps/*/manifest.json"))
+    manifest = json.loads(latest.read_text())
+    assert manifest["step"] >= 1
+    return (experiment_folder / "metrics.jsonl").read_bytes()[: manifest["metrics_bytes"]]
 
 
 def _step(custom: client.CustomObjectsApi, name: str) -> int:

@@ -23,7 +23,9 @@ from tests.unit.operator.factories import (
     NOW,
     SETTINGS,
     UID,
+    ago,
     claimed,
+    desired,
     experiment,
     metadata,
     namespaces,
@@ -117,3 +119,13 @@ def test_a_slot_that_comes_free_is_used_to_ask_again(cluster: Cluster, restarted
     cluster.low = cluster.held = False
     _, asked = turns(cluster, 40)
     assert 10 <= asked <= 14  # every half minute
+
+
+@pytest.mark.parametrize(("epoch", "again"), [(1, False), (2, True)])
+def test_a_restarted_engine_is_asked_at_once(epoch: int, again: bool) -> None:
+    """It may have been given its volume, or its model, again."""
+    of = experiment(status=claimed(checkpoint={"step": 7, "path": "p", "digest": "d"}))
+    refused = Answer(spec_digest(desired(of)), ago(10), problem=MISSING, epoch=1)
+    seen = view(epoch=epoch)
+    plan = decide_experiment(observed(of, view=seen, memory=Memory(wants_slot=True, answer=refused)), NOW, SETTINGS)
+    assert [type(action) for action in plan.actions] == [PutOnEngine] * again
