@@ -23,12 +23,12 @@ programs() {
 }
 node_tests() {
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    tests "tests on a real node" -m node
+    tests "tests on a real node" -m node tests/node tests/integration
   else
     echo "== tests marked 'node' need root and apt-get: not run"
   fi
 }
-cluster_tests() { tests "tests on a control plane" -m "cluster and not node" --ignore tests/e2e; }
+cluster_tests() { tests "tests on a control plane" -m "cluster and not node" tests/integration; }
 e2e_tests() { tests "end-to-end tests on a control plane" -m "cluster and not node" tests/e2e; }
 unit_tests() { tests "unit tests"; }
 engine_tests() { "$python" -m local.model >/dev/null; tests "tests of the engine" -m "(integration or slow) and not (cluster or node or gpu)"; }

@@ -56,12 +56,17 @@ class RefusedError(EngineError):
 
 
 class EngineClient:
-    """One engine. `token` goes into the Authorization header and nowhere else."""
+    """One engine. `token` goes into the Authorization header and nowhere else.
+
+    A connection for each request: a Service leads one that is kept to the pod that it began with, for as long as that
+    pod's process lives, and on a node that hangs the process outlives the pod.
+    """
 
     def __init__(self, endpoint: str, token: str) -> None:
         self._http = httpx.AsyncClient(
             base_url=endpoint,
             headers={"Authorization": f"Bearer {token}"},
+            limits=httpx.Limits(max_keepalive_connections=0),
             timeout=REQUEST_SECONDS,
             trust_env=False,
         )

@@ -234,9 +234,8 @@ class Links:
         return link.view if link else None
 
     async def connect(self, key: Key, endpoint: str, token: str, pod: str = "") -> None:
-        """A changed endpoint, token or pod makes a new link; what was heard over the old one counts no longer. A
-        Service leads a connection that is kept to the pod that it began with, for as long as its process lives, and
-        that may outlive the pod. pod: empty where it is not known."""
+        """A changed endpoint, token or pod makes a new link; what was heard over the old one counts no longer. pod:
+        empty where it is not known."""
         link = self._links.get(key)
         known = pod or (link.pod if link is not None else "")
         if link is not None and link.same(endpoint, token, pod):

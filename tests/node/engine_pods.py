@@ -1,4 +1,4 @@
-"""An engine with the real vLLM and a small real model in pods that mount this machine's Python, and what it trains."""
+"""An engine with the real vLLM in pods that mount this machine's Python, and what it trains."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from kubernetes import client
 
 from local import image
 from local.cache import REPOSITORY
-from local.model import NAME, model
 
 BIN = Path(sys.prefix) / "bin"
 
 
-def model_volume(name: str = "model") -> dict[str, Any]:
+def model_volume(folder: Path, name: str = "model") -> dict[str, Any]:
     return {
         "metadata": {"name": name},
         "spec": {
             "capacity": {"storage": "1Gi"},
             "accessModes": ["ReadOnlyMany"],
             "storageClassName": "by-hand",
-            "hostPath": {"path": str(model()), "type": "Directory"},
+            "hostPath": {"path": str(folder), "type": "Directory"},
         },
     }
 
@@ -45,7 +44,7 @@ def stored(core: client.CoreV1Api, namespace: str, claim: str) -> Path:
     return Path((source.local or source.host_path).path)
 
 
-def engine_manifest() -> dict[str, Any]:
+def engine_manifest(model_name: str) -> dict[str, Any]:
     host = image.host_pod()
     container = {
         "name": "engine",
@@ -60,7 +59,7 @@ def engine_manifest() -> dict[str, Any]:
         "metadata": {"name": "local"},
         "spec": {
             "image": image.HOST,
-            "model": {"name": f"HuggingFaceTB/{NAME}", "claimName": "model"},
+            "model": {"name": model_name, "claimName": "model"},
             "capacity": {"maxExperiments": 2, "maxRank": 16},
             "sampler": {
                 "gpus": 0,
@@ -69,7 +68,8 @@ def engine_manifest() -> dict[str, Any]:
                 "maxNumSeqs": 32,
                 "kvCacheMemory": "1Gi",
             },
-            "trainer": {"gpus": 0, "tokensPerMicrobatch": 3000},
+            # one slot: nothing to measure at each start
+            "trainer": {"gpus": 0, "tokensPerMicrobatch": 3000, "slots": 1},
             "storage": {"size": "2Gi"},
             "resources": {"requests": {"memory": "3Gi"}, "limits": {"memory": "8Gi"}},
             "podTemplate": {"spec": {"containers": [container], "volumes": host["volumes"]}},

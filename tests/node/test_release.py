@@ -17,6 +17,7 @@ from kubernetes import client
 
 from local import image
 from local.cache import REPOSITORY
+from local.model import NAME, model
 from local.node import NodeCluster
 from local.tools import tools
 from tests.cluster_fixtures import wait_until
@@ -61,9 +62,9 @@ def release(node_cluster: NodeCluster, node_kube: client.ApiClient) -> NodeClust
 def engine(release: NodeCluster, node_kube: client.ApiClient) -> Iterator[str]:
     """A LoRAEngine with the small real model; its volume comes from the node's storage class."""
     core, custom = client.CoreV1Api(node_kube), client.CustomObjectsApi(node_kube)
-    core.create_persistent_volume(model_volume())
+    core.create_persistent_volume(model_volume(model()))
     core.create_namespaced_persistent_volume_claim(TENANT, model_claim())
-    custom.create_namespaced_custom_object(*GROUP, "loraengines", engine_manifest())
+    custom.create_namespaced_custom_object(*GROUP, "loraengines", engine_manifest(f"HuggingFaceTB/{NAME}"))
     yield "local"
     print(_run(release, "kubectl", "logs", "--namespace", TENANT, "local-0", "--tail=60"))
 

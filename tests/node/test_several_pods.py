@@ -1,6 +1,7 @@
 """An engine of two pods for real: LWS's controller makes them, kubelet runs them, and the trainer spans both.
 
-As test_release.py, with the operator as a process. The node has no DNS, by which workers find their leader: pod_dns.py.
+As test_release.py, with the operator as a process and a tiny random model, for six lives of pods. The node has no DNS,
+by which workers find their leader: pod_dns.py.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ pytestmark = [pytest.mark.node, pytest.mark.timeout(1800)]
 
 @pytest.fixture
 def stage(
-    node_cluster: NodeCluster, node_kube: client.ApiClient, node_namespace: str, tmp_path: Path
+    node_cluster: NodeCluster, node_kube: client.ApiClient, node_namespace: str, tiny_model: Path, tmp_path: Path
 ) -> Iterator[Stage]:
     core = client.CoreV1Api(node_kube)
-    core.create_persistent_volume(model_volume(f"model-{node_namespace}"))
+    core.create_persistent_volume(model_volume(tiny_model, f"model-{node_namespace}"))
     core.create_namespaced_persistent_volume_claim(node_namespace, model_claim(f"model-{node_namespace}"))
     with (
         lws_kinds(node_kube),
@@ -41,8 +42,8 @@ def stage(
 
 
 def spec_of_two(namespace: str) -> dict[str, Any]:
-    spec: dict[str, Any] = engine_manifest()["spec"]
-    spec["trainer"] |= {"nodes": 2, "slots": 1}  # one slot: nothing to measure at each start
+    spec: dict[str, Any] = engine_manifest("tiny")["spec"]
+    spec["trainer"] |= {"nodes": 2}
     spec["podTemplate"]["spec"] |= pod_dns_config(namespace, HOST_IP)
     return spec
 

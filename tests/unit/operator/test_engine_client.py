@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
 import pytest
 
+from clora_api.control import EngineInfo
 from clora_operator.engine_client import (
     EngineClient,
     RefusedError,
@@ -71,3 +73,24 @@ async def test_a_refusal_keeps_the_problem() -> None:
         await client(problem(422, "invalid-spec")).info()
     assert raised.value.kind == "invalid-spec"
     assert json.loads(raised.value.problem.model_dump_json())["detail"] == "because"
+
+
+async def test_no_connection_outlives_its_request() -> None:
+    """A Service would lead a kept one to a pod that is no more, while that pod's process lives."""
+    info = EngineInfo(epoch=1, ready=True, model="m", version="1", max_experiments=1, max_rank=8, experiments=0)
+    body = json.dumps(info.to_api()).encode()
+    answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while (await reader.read(65536)) != b"":
+            writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1") as server:
+        asked = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "token")
+        assert [await asked.info() for _ in range(3)] == [info] * 3
+        await asked.close()
+    assert connections == 3
