@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # test.sh - `make test` after lint, as two rows of work, one beside the other, for half of it mostly waits:
-#   unit tests, what needs the real vLLM, and tests/e2e before the real API server;
-#   building the control plane's programs, what needs a node (root and Debian's containerd), and the other tests before
-#   the real API server.
+#   unit tests, and what needs the real vLLM;
+#   building the control plane's programs, what needs a node (root and Debian's containerd), and the tests before the real
+#   API server.
 # `test.sh e2e`: only what needs an API server or a node, one after the other.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,8 +28,7 @@ node_tests() {
     echo "== tests marked 'node' need root and apt-get: not run"
   fi
 }
-cluster_tests() { tests "tests on a control plane" -m "cluster and not node" tests/integration; }
-e2e_tests() { tests "end-to-end tests on a control plane" -m "cluster and not node" tests/e2e; }
+cluster_tests() { tests "tests on a control plane" -m "cluster and not node" tests/integration tests/e2e; }
 unit_tests() { tests "unit tests"; }
 engine_tests() { "$python" -m local.model >/dev/null; tests "tests of the engine" -m "(integration or slow) and not (cluster or node or gpu)"; }
 
@@ -39,10 +38,10 @@ all() {
   for each in "$@"; do "$each" || failed=1; done
   return "$failed"
 }
-on_kubernetes() { programs && all node_tests "$@" cluster_tests; }
+on_kubernetes() { programs && all node_tests cluster_tests; }
 
 if [ "${1:-}" = e2e ]; then
-  on_kubernetes e2e_tests
+  on_kubernetes
   exit
 fi
 set -m     # what runs beside is a group of processes, to be ended as one
@@ -51,7 +50,7 @@ trap '[ -z "$beside" ] || kill -- "-$beside" 2>/dev/null || true' EXIT
 log=$(mktemp)
 on_kubernetes >"$log" 2>&1 & beside=$!
 status=0
-all unit_tests engine_tests e2e_tests || status=1
+all unit_tests engine_tests || status=1
 wait "$beside" || status=1
 beside=""
 cat "$log"

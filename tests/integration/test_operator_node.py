@@ -214,7 +214,7 @@ def test_a_force_deleted_pod_whose_process_lives_on(
         taken_over = status(cluster.get("one"))["progress"]["step"]
         cluster.wait("one", lambda o: status(o)["progress"]["step"] > taken_over + 2, "more steps")
         cluster.patch("one", {"spec": {"suspend": True}})
-        done = cluster.wait_state("one", "Suspended")
+        done = cluster.wait_reason("one", "Attached", "Suspended")
         kept = commits("main", storage)
         assert [commit.step for commit in kept] == list(range(status(done)["checkpoint"]["step"] + 1))
         assert {commit.epoch for commit in kept} == {1, 2}
