@@ -7,6 +7,8 @@ PYTHON := .venv/bin/python
 LOCK := requirements/cpu.txt
 export UV_CACHE_DIR ?= $(HOME)/.cache/clora/uv
 export HF_HUB_OFFLINE := 1
+# container images often set it; without bytecode each start of an engine compiles five thousand modules anew (15 s)
+unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
