@@ -145,6 +145,11 @@ class EngineProcess(Killable):
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [line for line in lines if (line["event"], line["uid"]) == (event, uid)]
 
+    def commits(self, uid: str) -> list[int]:
+        """The steps that its storage holds, ascending."""
+        found = (self.storage / "experiments" / uid / "steps").glob("*/manifest.json")
+        return sorted(int(path.parent.name) for path in found)
+
     def has_files(self, uid: str) -> bool:
         return any((self.storage / "experiments" / uid).glob("*"))
 

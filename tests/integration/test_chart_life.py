@@ -109,8 +109,8 @@ def test_upgrade_rollback_uninstall_and_another_release(
     assert kept["metadata"]["uid"] == uid
     assert status(kept)["state"] == "Running"
     assert "deletionTimestamp" not in kept["metadata"]
-    committed = len(engine.events("commit", uid))
-    wait_until(lambda: len(engine.events("commit", uid)) > committed + 1, "the engine to go on without an operator")
+    committed = len(engine.commits(uid))
+    wait_until(lambda: len(engine.commits(uid)) > committed + 1, "the engine to go on without an operator")
     assert workload(charts, tenant.namespace) == before
     tenant.delete("leaves")
     assert not tenant.exists("leaves"), "gone at once: nobody has to let go of it"

@@ -90,7 +90,7 @@ def test_a_change_that_the_engine_refuses_keeps_no_slot(stage: Stage, priority_c
     assert condition(waits, "Attached")["status"] == "False"
     assert low not in engine.uids()
     left = engine.events("leave", low)[-1]["step"]
-    assert left == engine.events("commit", low)[-1]["step"] > 0
+    assert left == engine.commits(low)[-1] > 0
     cluster.patch("low", {"spec": {"stopWhen": None}})
     cluster.wait("low", lambda o: status(o)["progress"]["step"] > left, "it to go on")
     assert [event["step"] for event in engine.events("loaded", low)] == [0, left]
