@@ -128,11 +128,10 @@ class Actor:
         link = self._links.get(action.engine)
         if link is None:
             return Answer(digest, self._clock(), token, error="the engine is not connected")
-        info = link.view.info
+        epoch = link.view.info.epoch if link.view.info else None
         try:
             await link.put(action.desired)
         except RefusedError as refused:
-            epoch = info.epoch if info else None
             return Answer(digest, self._clock(), token, problem=refused.problem, epoch=epoch)
         except EngineError as error:
             return Answer(digest, self._clock(), token, error=str(error))

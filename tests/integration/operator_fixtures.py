@@ -22,6 +22,7 @@ from kubernetes.client.exceptions import ApiException
 
 from clora_api import API_VERSION, GROUP, VERSION
 from clora_api.v1alpha1.conditions import Reason
+from clora_engine.journal import Journal
 from clora_operator.decide_release import GIVEN_UP
 from clora_operator.kube import FIELD_MANAGER
 from local.control_plane import ControlPlane, free_port
@@ -147,8 +148,7 @@ class EngineProcess(Killable):
 
     def commits(self, uid: str) -> list[int]:
         """The steps that its storage holds, ascending."""
-        found = (self.storage / "experiments" / uid / "steps").glob("*/manifest.json")
-        return sorted(int(path.parent.name) for path in found)
+        return Journal(self.storage, uid, epoch=0).commits()
 
     def has_files(self, uid: str) -> bool:
         return any((self.storage / "experiments" / uid).glob("*"))
