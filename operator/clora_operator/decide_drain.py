@@ -62,10 +62,14 @@ def _no_pod_yet(o: ObservedEngine) -> str:
     if o.pods and not replicas(o.workload):
         names = ", ".join(sorted(pod["metadata"]["name"] for pod in o.pods))
         return f"there is no pod yet: pods of before have to end first ({names})"
-    if o.runs_as == LEADER_WORKER_SET and o.workload is not None and not o.workload.get("status"):
-        name = o.workload["metadata"]["name"]
-        return f"there is no pod yet: LWS's controller has not looked at LeaderWorkerSet {name}; see that it runs"
+    if o.runs_as == LEADER_WORKER_SET and o.workload is not None and not looked_after(o):
+        return f"there is no pod yet: {_nobody_looks_at(o.workload)}"
     return "there is no pod yet"
+
+
+def _nobody_looks_at(leader_worker_set: Mapping[str, Any]) -> str:
+    name = leader_worker_set["metadata"]["name"]
+    return f"LWS's controller has not looked at LeaderWorkerSet {name}; see that it runs"
 
 
 def _what_moves_it(o: ObservedEngine) -> str:
@@ -108,6 +112,10 @@ def _changes_kind(o: ObservedEngine) -> Verdict:
         return Verdict("False", Reason.LEADER_WORKER_SET_MISSING, f"{NO_LEADER_WORKER_SETS}; the pod that runs goes on")
     nodes = o.engine.spec.trainer.nodes
     what = f"spec.trainer.nodes is {nodes}, and the engine runs as a {o.runs_as}"
+    next_one = o.of_kind(o.wanted_kind)
+    if next_one is not None and replicas(o.workload) and not looked_after(o):
+        message = f"{what}: {_nobody_looks_at(next_one)}, or set trainer.nodes to 1; until then its {o.runs_as} stays"
+        return Verdict("False", Reason.UPDATE_PENDING, message)
     if o.pod is None or o.pod["metadata"].get("deletionTimestamp"):
         return Verdict("False", Reason.UPDATE_PENDING, f"{what}: its pods end, then a {o.wanted_kind} follows")
     if o.engine.spec.drain:
@@ -119,6 +127,14 @@ def _changes_kind(o: ObservedEngine) -> Verdict:
 def lacks_kind(o: ObservedEngine) -> bool:
     """The cluster does not have the kind of workload that the spec asks for."""
     return o.wanted_kind not in o.served
+
+
+def looked_after(o: ObservedEngine) -> bool:
+    """Whether the workload that the spec asks for has a controller that makes its pods. Kubernetes' own always runs;
+    LWS's writes a status, also to one without pods."""
+    if o.wanted_kind != LEADER_WORKER_SET:
+        return True
+    return bool(o.leader_worker_set is not None and o.leader_worker_set.get("status"))
 
 
 def drained(o: ObservedEngine, asleep: bool) -> Verdict | None:

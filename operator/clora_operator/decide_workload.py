@@ -2,7 +2,8 @@
 
 An engine has one workload that has pods, never two: both mount its storage. Where the spec asks for the other kind, the
 present one goes to 0 once its pods may go, and the other one comes when they are gone. It stays, empty: the operator
-deletes no workload. A LeaderWorkerSet replaces its pods as soon as its templates change, so they change only when its
+deletes no workload. A LeaderWorkerSet is made empty before that: only when its controller has looked at it do the pods
+go whose place its own are to take. It replaces its pods as soon as its templates change, so they change only when its
 pods may go. Leaves out what replaces the pod of a StatefulSet: that is decide_drain.
 """
 
@@ -12,13 +13,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from clora_api.v1alpha1.conditions import EngineCondition, Reason
-from clora_operator.decide_drain import lacks_kind, never_started, pod_to_replace, said_to_be_drained
+from clora_operator.decide_drain import lacks_kind, looked_after, never_started, pod_to_replace, said_to_be_drained
 from clora_operator.observe import ObservedEngine, replicas
 from clora_operator.plan import Action, ApplyWorkload, ScaleToZero
 from clora_operator.pod_template import CONTAINER
 from clora_operator.settings import Settings
 from clora_operator.status import Verdict
-from clora_operator.workload import LEADER_WORKER_SET, digest, manifests, template_of, template_wanted
+from clora_operator.workload import (
+    LEADER_WORKER_SET,
+    digest,
+    empty_leader_worker_set,
+    manifests,
+    template_of,
+    template_wanted,
+)
 
 LOOK_AGAIN_SECONDS = 10.0
 SOON_SECONDS = 2.0  # while pods come or go
@@ -32,16 +40,20 @@ def workload_actions(o: ObservedEngine, said: Said, asleep: bool, settings: Sett
     with_workload = _may_be_applied(o, asleep, free)
     peers = (settings.engine_ingress_from, settings.engine_tenants_from)
     children = manifests(o.engine, *peers, asleep=asleep, runs_as=o.runs_as, workload=with_workload)
+    moves = o.runs_as != o.wanted_kind and free and not lacks_kind(o)
+    if moves and o.wanted_kind == LEADER_WORKER_SET:
+        children = (*children, empty_leader_worker_set(o.engine))
     applied = digest(children)
     actions: list[Action] = []
     # what was refused is tried again: what stood in its way may be gone, or the spec be as it was
-    if o.applied != applied or o.apply_error or (with_workload and o.workload is None):
+    missing = (with_workload and o.workload is None) or (moves and o.of_kind(o.wanted_kind) is None)
+    if o.applied != applied or o.apply_error or missing:
         actions.append(ApplyWorkload(children, applied))
     elif o.runs_as == o.wanted_kind and (pod := pod_to_replace(o, said)) is not None:
         actions.append(pod)
     other = o.of_kind(o.other_kind)
-    # beside the one that the spec asks for, the other has nothing to hold; what is to come in its place must be there
-    goes = o.runs_as == o.wanted_kind or (free and not lacks_kind(o))
+    # beside the one that the spec asks for, the other has nothing to hold; who sleeps has no pod to keep
+    goes = o.runs_as == o.wanted_kind or (moves and (asleep or looked_after(o)))
     if other is not None and replicas(other) and goes:
         actions.append(ScaleToZero(o.other_kind, other["metadata"]["name"], other["metadata"]["resourceVersion"]))
     return actions

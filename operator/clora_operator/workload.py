@@ -99,6 +99,12 @@ def manifests(
     return tuple(children)
 
 
+def empty_leader_worker_set(engine: Engine) -> Manifest:
+    """Without pods: to see that its controller looks at it."""
+    assert engine.spec is not None
+    return _leader_worker_set(engine.meta, engine.spec, token_secret(engine), replicas=0)
+
+
 def wanted_kind(spec: EngineSpec) -> str:
     """Of the workload that the spec asks for."""
     return LEADER_WORKER_SET if spec.trainer.nodes > 1 else STATEFUL_SET

@@ -44,6 +44,13 @@ class Several:
     def wait_reason(self, kind: str, reason: str) -> dict[str, Any]:
         return self.cluster.wait_reason("main", kind, reason, plural="loraengines")
 
+    def wait_message(self, kind: str, words: str) -> None:
+        def says() -> bool:
+            engine = self.cluster.get("main", "loraengines")
+            return words in condition(engine, kind).get("message", "")
+
+        wait_for(says, f"{kind}: {words}")
+
     @property
     def name(self) -> str:
         return leader_worker_set_name(parse_engine(self.cluster.get("main", "loraengines")).meta)
@@ -307,3 +314,28 @@ def test_a_cluster_without_the_kind(own_stage: Stage, fresh_control_plane: Contr
             several.cluster.delete("main", "loraengines")
             wait_for(lambda: not several.sets() and not several.pods(), "the garbage collector")
     assert "Traceback" not in operator.log.read_text()
+
+
+def test_the_pod_stays_while_nobody_makes_those_of_the_kind(
+    own_stage: Stage, fresh_control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    """LWS is installed and does not run: its place would stay empty."""
+    own_stage.start_operator(RESYNC_SECONDS="1")
+    with config.new_client_from_config(str(fresh_control_plane.kubeconfig)) as api, lws_kinds(api):
+        several = Several(own_stage.cluster, api)
+        several.create(spec(1))
+        several.wait_pods("main-0")
+        several.runs("main-0")
+        several.patch(trainer={"nodes": 2}, drain=True)
+        several.wait_reason("Drained", "Draining")
+        several.say("Drained", "True", "Drained")
+        several.wait_message("WorkloadCurrent", "has not looked at LeaderWorkerSet")
+        (empty,) = several.sets()
+        assert empty["spec"]["replicas"] == 0
+        before = several.uids()
+        assert several.apps.read_namespaced_stateful_set("main", own_stage.cluster.namespace).spec.replicas == 1
+        assert len(before) == 1
+        with lws_controller(fresh_control_plane.kubeconfig, api, tmp_path / "lws"):
+            several.wait_group()
+            several.cluster.delete("main", "loraengines")
+            wait_for(lambda: not several.sets() and not several.pods(), "the garbage collector")

@@ -58,6 +58,11 @@ def group(template: str | None = None, replicas: int = 1, **meta: Any) -> dict[s
     }
 
 
+def looked_at(leader_worker_set: dict[str, Any]) -> dict[str, Any]:
+    """As its controller leaves it."""
+    return leader_worker_set | {"status": {"hpaPodSelector": "a=b"}}
+
+
 def stateful_set(replicas: int = 1) -> dict[str, Any]:
     return {
         "metadata": {"name": "main", "resourceVersion": "8", "generation": 1},
@@ -85,6 +90,12 @@ def decide(of: Engine, **fields: Any) -> Plan:
 def applied(plan: Plan) -> list[str]:
     """Kinds of the manifests."""
     return [m["kind"] for action in plan.actions if isinstance(action, ApplyWorkload) for m in action.manifests]
+
+
+def with_pods(plan: Plan) -> list[str]:
+    """Kinds of the workloads that are applied and are to have pods."""
+    made = [m for action in plan.actions if isinstance(action, ApplyWorkload) for m in action.manifests]
+    return [m["kind"] for m in made if m["spec"].get("replicas")]
 
 
 def selector(plan: Plan) -> dict[str, str]:
@@ -173,21 +184,41 @@ def test_a_busy_engine_of_one_pod_stays_so_until_it_is_drained() -> None:
     assert said(plan, "Ready") == ("True", "Serving")
     assert said(plan, "WorkloadCurrent") == ("False", "UpdatePending")
     assert "set spec.drain to true" in message(plan, "WorkloadCurrent")
-    drained = decide(ours(DRAINED, drain=True), **known)
+    drained = decide(ours(DRAINED, drain=True), leader_worker_set=looked_at(group(replicas=0)), **known)
     assert scaled(drained) == [ScaleToZero("StatefulSet", "main", "8")]
-    assert "LeaderWorkerSet" not in applied(drained)
+    assert selector(drained) == {"clora.dev/engine": "main"}
+
+
+def test_the_pod_stays_until_a_controller_looks_at_the_next_kind() -> None:
+    """The kind may be installed and its controller not run: then no pods would come in the place of this one."""
+    of, known = ours(DRAINED, drain=True), {"stateful_set": stateful_set(), "pods": (pod(""),)}
+    plan = decide(of, **known)
+    (apply,) = [action for action in plan.actions if isinstance(action, ApplyWorkload)]
+    assert apply.manifests[-1]["kind"] == "LeaderWorkerSet"
+    assert apply.manifests[-1]["spec"]["replicas"] == 0
+    assert not scaled(plan)
+    unseen = decide(of, leader_worker_set=group(replicas=0), applied=apply.digest, **known)
+    assert not unseen.actions[:-1], "nothing but its connection"
+    assert said(unseen, "WorkloadCurrent") == ("False", "UpdatePending")
+    assert f"has not looked at LeaderWorkerSet {NAME}; see that it runs" in message(unseen, "WorkloadCurrent")
+    assert "set trainer.nodes to 1" in message(unseen, "WorkloadCurrent")
+    assert unseen.requeue_after is not None
+    assert unseen.requeue_after <= 2
+    back = decide(ours(DRAINED, nodes=1, drain=True), leader_worker_set=group(replicas=0), **known)
+    assert said(back, "WorkloadCurrent") == ("True", "UpToDate")
+    assert not scaled(back)
 
 
 def test_the_next_kind_comes_when_the_last_pod_of_the_other_is_gone() -> None:
     ends = pod("", deletionTimestamp=ENDS)
     waits = decide(ours(DRAINED, drain=True), view=SILENT, stateful_set=stateful_set(0), pods=(ends,))
-    assert "LeaderWorkerSet" not in applied(waits)
+    assert with_pods(waits) == []
     assert selector(waits) == {"clora.dev/engine": "main"}
     assert "end" in message(waits, "WorkloadCurrent")
     assert waits.requeue_after is not None
     assert waits.requeue_after <= 2
     gone = decide(ours(DRAINED, drain=True), view=SILENT, stateful_set=stateful_set(0))
-    assert applied(gone)[-1] == "LeaderWorkerSet"
+    assert with_pods(gone) == ["LeaderWorkerSet"]
     assert selector(gone) == {"clora.dev/engine": "main", "clora.dev/role": "leader"}
 
 
