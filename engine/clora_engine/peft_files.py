@@ -16,6 +16,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -155,6 +156,7 @@ def read_tensor(
     if header.get_dtype() not in dtypes:
         raise AdapterFault(f"{path.name}: tensor {key} has dtype {header.get_dtype()}")
     tensor: Tensor = file.get_tensor(key)
-    if not torch.isfinite(tensor).all():
+    # a sum is finite only if all of it is, and takes a tenth of the time; one of finite values may yet overflow
+    if not isfinite(float(tensor.sum())) and not torch.isfinite(tensor).all():
         raise AdapterFault(f"{path.name}: tensor {key} is not finite")
     return tensor

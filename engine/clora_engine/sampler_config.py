@@ -91,6 +91,7 @@ def engine_args(config: SamplerConfig, lora_modules: tuple[str, ...]) -> AsyncEn
         "max_cpu_loras": config.slots,
         "max_lora_rank": ranks[0],
         "lora_target_modules": list(lora_modules),
+        "worker_extension_cls": "clora_engine.vllm_plugin.read_ahead.ReadAhead",
         "tensor_parallel_size": config.tensor_parallel_size,
         "data_parallel_size": config.data_parallel_size,
         "disable_log_stats": True,

@@ -120,8 +120,10 @@ class SamplerCore:
         await asyncio.shield(self._death)
 
     async def load(self, adapter: Adapter) -> None:
-        """Load on every data-parallel rank, or on none: raises EngineError after taking it back where it was loaded."""
+        """Load on every data-parallel rank, or on none: raises EngineError after taking it back where it was loaded.
+        In two calls (vllm_plugin/read_ahead.py), between which requests go on."""
         try:
+            await self._on_all_workers("read_lora", adapter.name, adapter.lora_id, str(adapter.directory))
             loaded = await self._on_all_ranks("add_lora", adapter.request())
         except SamplerRestarted:
             raise
@@ -134,7 +136,7 @@ class SamplerCore:
 
     async def unload(self, lora_id: int) -> None:
         """Take an adapter out everywhere. No request may be in flight with it. An unknown id is no error."""
-        await self._on_all_ranks("remove_lora", lora_id)
+        await self._on_all_workers("drop_lora", lora_id)
 
     async def generate(
         self,
@@ -179,6 +181,10 @@ class SamplerCore:
             raise await self._ending()
         self.samples += 1
         return _output(final)
+
+    async def _on_all_workers(self, method: str, *args: Any) -> None:
+        """A method of read_ahead.py, on every worker of every rank."""
+        await self._on_all_ranks("collective_rpc", method, None, args)
 
     async def _on_all_ranks(self, method: str, *args: Any) -> list[Any]:
         return await self._guard(self._utility(method, *args))

@@ -3,7 +3,8 @@
 //
 // Two phases in one parallel region. shrink: h[row, r] = <x[row], A[slot, r]>. expand: y[row, o] += sum_r h[row, r] *
 // B[slot, r, o]. In both, a tile of up to TILE rows shares each load of the weights, for a decode step is bound by
-// reading them. Padding is not read: a slot holds an adapter of any rank up to the largest, zeros behind its own.
+// reading them; what a thread reads next is asked for in advance. Padding is not read: a slot holds an adapter of any
+// rank up to the largest, zeros behind its own.
 //
 // A row's sums are taken in one order, whatever else is in the batch and however many threads there are: its result
 // does not depend on its neighbours, bit for bit.
@@ -12,20 +13,47 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
 
 namespace {
 
-constexpr int WIDTH = 16;  // floats of a vector: one AVX-512 register, or two of AVX2
-constexpr int TILE = 6;    // rows of a tile: with RANKS accumulators each, they fill the 32 registers
-constexpr int RANKS = 4;
-constexpr int COLUMNS = 64;                 // outputs of an expand task
-constexpr int CHUNK = 60;                   // rows of a task: ten tiles, so that x stays in the cache
-constexpr double PRODUCTS_PER_BYTE = 3;     // multiply-adds that take one thread as long as reading a byte of weights
+// A vector is one register, and TILE * RANKS accumulators leave room for what is loaded: what does not fit goes through
+// memory, at a tenth of the speed.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;  // floats of a vector
+constexpr int RANKS = 4;   // of a shrink task; 24 of 32 registers
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+constexpr int RANKS = 2;  // 12 of 16
+#else
+constexpr int WIDTH = 4;
+constexpr int RANKS = 2;
+#endif
+constexpr int TILE = 6;      // rows of a tile
+constexpr int COLUMNS = 64;  // outputs of an expand task
+constexpr int CHUNK = 60;    // rows of a task: ten tiles, so that x stays in the cache
+constexpr double PRODUCTS_PER_BYTE = 3;  // multiply-adds that take one thread as long as reading a byte of weights
 constexpr int MAX_PROJECTIONS = 4;
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t bits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t half_bits __attribute__((vector_size(2 * WIDTH)));
+
+inline vec all(float value) { return value - vec{}; }
+
+// a * b + c, rounded once where the CPU can. Left to the compiler, whether it is depends on what it is tuned for and on
+// the loop around it, and so a row's sums on how many rows share its tile.
+inline vec multiply_add(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
 
 struct bfloat16 {
   uint16_t value;
@@ -112,6 +140,7 @@ struct Call {
   int64_t y_stride;
   float scale;
   float* hidden;  // [rows, projections, rank] in the order of Batch::rows
+  int64_t ahead;  // ranks from one shrink task of a thread to its next
 
   float* hidden_of(int64_t position, int64_t projection) const {
     return hidden + (position * layer.projections + projection) * layer.rank;
@@ -127,16 +156,20 @@ struct Call {
     const int64_t inputs = layer.inputs, whole = inputs - inputs % WIDTH;
     for (int64_t i = 0; i < whole; i += WIDTH) {
       vec weight[N];
-      for (int n = 0; n < N; ++n) weight[n] = load(a + n * inputs + i);
+      for (int n = 0; n < N; ++n) {
+        weight[n] = load(a + n * inputs + i);
+        __builtin_prefetch(a + (n + ahead) * inputs + i);
+      }
       for (int m = 0; m < M; ++m) {
         const vec value = load(row[m] + i);
-        for (int n = 0; n < N; ++n) total[m][n] += value * weight[n];
+        for (int n = 0; n < N; ++n) total[m][n] = multiply_add(value, weight[n], total[m][n]);
       }
     }
     if (const int rest = inputs - whole)
       for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n)
-          total[m][n] += load_part(row[m] + whole, rest) * load_part(a + n * inputs + whole, rest);
+          total[m][n] = multiply_add(load_part(row[m] + whole, rest), load_part(a + n * inputs + whole, rest),
+                                     total[m][n]);
     for (int m = 0; m < M; ++m)
       for (int n = 0; n < N; ++n) hidden_of(position + m, projection)[first + n] = scale * sum(total[m][n]);
   }
@@ -149,10 +182,11 @@ struct Call {
     vec total[M][C] = {};
     for (int64_t r = 0; r < ranks; ++r) {
       vec weight[C];
+      __builtin_prefetch(b + r * stride + COLUMNS);
       for (int c = 0; c < C; ++c)
         weight[c] = width == C * WIDTH ? load(b + r * stride + c * WIDTH) : load_part(b + r * stride, width);
       for (int m = 0; m < M; ++m)
-        for (int c = 0; c < C; ++c) total[m][c] += h[m][r] * weight[c];
+        for (int c = 0; c < C; ++c) total[m][c] = multiply_add(all(h[m][r]), weight[c], total[m][c]);
     }
     for (int m = 0; m < M; ++m) {
       T* target = out + batch.rows[position + m] * y_stride;
@@ -240,15 +274,16 @@ void add(const Layer& layer, const Batch& batch, const void* x, int64_t x_stride
   }
   const int64_t rows = batch.starts[batch.count];
   hidden.resize(rows * layer.projections * layer.rank);
-  const Call<T> call{layer,   batch, static_cast<const T*>(x), x_stride, static_cast<T*>(y), y_stride,
-                     scale, hidden.data()};
+  const bool forks = threads > 1 && std::max(bytes, products / PRODUCTS_PER_BYTE) >= fork_from;
+  const Call<T> call{layer,    batch, static_cast<const T*>(x), x_stride,      static_cast<T*>(y),
+                     y_stride, scale, hidden.data(),            RANKS * (forks ? threads : 1)};
   const Chunk* chunk = chunks.data();  // thread_local names mean another vector in another thread
 
   int64_t expands = 0;
   for (int64_t j = 0; j < layer.projections; ++j) expands += (layer.outputs[j] + COLUMNS - 1) / COLUMNS;
   const int64_t count = chunks.size(), per_projection = (layer.rank + RANKS - 1) / RANKS;
   const int64_t shrinks = layer.projections * per_projection;
-#pragma omp parallel num_threads(threads) if (std::max(bytes, products / PRODUCTS_PER_BYTE) >= fork_from)
+#pragma omp parallel num_threads(threads) if (forks)
   {
 #pragma omp for schedule(static, 1)  // neighbours in turn: those behind an adapter's own rank have nothing to do
     for (int64_t task = 0; task < count * shrinks; ++task) {

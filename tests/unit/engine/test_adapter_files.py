@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ def test_the_rank_of_every_matrix_is_the_configured_one(tmp_path: Path) -> None:
         ({}, "no tensors"),
         (weights(**{f"{UP}.lora_A.weight": torch.full((2, 8), float("nan"))}), "not finite"),
         (weights(**{f"{UP}.lora_B.weight": torch.full((16, 2), float("inf"))}), "not finite"),
+        (weights(**{f"{UP}.lora_A.weight": torch.tensor([[math.inf, -math.inf] * 4] * 2)}), "not finite"),
+        (weights(**{f"{UP}.lora_B.weight": torch.full((16, 2), 3e38)}), "too large"),
         (weights(**{f"{UP}.lora_B.weight": torch.ones(16, 2, dtype=torch.int32)}), "has dtype I32"),
         (weights(**{f"{UP}.lora_B.weight": torch.ones(8, 2)}), "has shape"),
         ({f"{UP}.lora_A.weight": torch.ones(2, 8)}, "lora_B.weight is missing"),

@@ -25,9 +25,15 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def kernel() -> LoraKernel:
-    return LoraKernel(lora_kernel.library())
+@pytest.fixture(scope="module", params=["native", "x86-64-v3", "x86-64-v2"])
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoraKernel:
+    """For this machine's CPU, and for such as have narrower vectors, and fewer."""
+    if request.param == "native":
+        return LoraKernel(lora_kernel.library())
+    flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in lora_kernel.FLAGS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora_kernel, "FLAGS", flags)
+        return LoraKernel(lora_kernel.build(tmp_path_factory.mktemp(request.param)))
 
 
 def stacked(
