@@ -35,8 +35,6 @@ class Rates:
     @classmethod
     def measure(cls, model: Path, rows: list[int], threads: int) -> Rates:
         """On a CPU, with vLLM's own products, in float32; a few seconds."""
-        import vllm._C  # noqa: F401  registers the operators
-
         torch.set_num_threads(threads)
         base, config = BaseShapes.of_model(model), AutoConfig.from_pretrained(model)
         products = roofline.Products(base, config.hidden_size, torch.float32)

@@ -13,8 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from clora_engine.adapter_files import BaseShapes
 
@@ -82,15 +84,12 @@ class Products:
     that they come from memory as they do in a model."""
 
     def __init__(self, base: BaseShapes, hidden: int, dtype: torch.dtype) -> None:
-        from vllm import _custom_ops as ops
-
-        self._multiply, self._dtype = ops.onednn_mm, dtype
+        self._dtype = dtype
         self._layers = [
-            (inputs, ops.create_onednn_mm(torch.randn(outputs, inputs, dtype=dtype).t(), 1))
-            for inputs, outputs in _packed(base)
+            (inputs, product(torch.randn(outputs, inputs, dtype=dtype))) for inputs, outputs in _packed(base)
         ]
         self._seconds: dict[tuple[int, int], float] = {}
-        self._head = (hidden, ops.create_onednn_mm(torch.randn(base.vocabulary, hidden, dtype=dtype).t(), 1))
+        self._head = (hidden, product(torch.randn(base.vocabulary, hidden, dtype=dtype)))
 
     def seconds(self, rows: int, sampled: int) -> float:
         """Of one pass over `rows` rows, of which `sampled` go on to the output head."""
@@ -105,8 +104,8 @@ class Products:
 
         def one_pass() -> None:
             for inputs, layer in self._layers:
-                self._multiply(layer, x[inputs], None)
-            self._multiply(self._head[1], last, None)
+                layer(x[inputs])
+            self._head[1](last)
 
         return _best(one_pass, tries=3)
 
@@ -142,19 +141,28 @@ def products_seconds(
 
 def measure(dtype: torch.dtype, threads: int) -> Rates:
     """On a CPU, with vLLM's own matrix product; a second or two."""
-    import vllm._C  # noqa: F401  registers the operators
-    from vllm import _custom_ops as ops
-
     torch.set_num_threads(threads)
     inputs, outputs = 4096, 16384
     weight = torch.randn(outputs, inputs, dtype=dtype)
-    product = ops.create_onednn_mm(weight.t(), 1)
+    multiply = product(weight)
     row, many = torch.randn(1, inputs, dtype=dtype), torch.randn(512, inputs, dtype=dtype)
-    one = _best(lambda: ops.onednn_mm(product, row, None))
-    all_rows = _best(lambda: ops.onednn_mm(product, many, None))
+    one = _best(lambda: multiply(row))
+    all_rows = _best(lambda: multiply(many))
     read = weight.numel() * dtype.itemsize
     summed = _best(lambda: weight.view(torch.int32).sum()) if dtype.itemsize == 4 else one
     return Rates(read / min(one, summed), 2 * 512 * inputs * outputs / all_rows)
+
+
+def product(weight_OI: Tensor) -> Callable[[Tensor], Tensor]:
+    """[T, I] -> [T, O], as a linear layer of vLLM's does it on this CPU; by which library depends on CPU and dtype."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()  # those of this CPU: others end in an illegal instruction
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight_OI, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    return lambda x_TI: cast(Tensor, layer.cpu_linear(x_TI, layer.weight, None))
 
 
 def _best(work: Callable[[], object], tries: int = TRIES) -> float:
