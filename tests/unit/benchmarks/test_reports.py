@@ -52,6 +52,7 @@ def test_a_command_is_printed_without_this_machine_s_folders() -> None:
     ("name", "render"),
     [
         ("sampler", sampler_table.render),
+        ("sampler_avx2", sampler_table.render),
         ("trainer", trainer_table.render),
         ("operator", operator_scale.render),
         ("throughput", throughput_report.render),
