@@ -20,6 +20,8 @@ from clora_engine.peft_files import (
     PREFIX,
     WEIGHTS_FILE,
     AdapterFault,
+    check_header,
+    largest_magnitude,
     open_tensors,
     read_config,
     read_tensor,
@@ -105,11 +107,16 @@ def _check_weights(path: Path, config: LoraConfig, base: BaseShapes) -> None:
         names = set(file.keys())
         if not names:
             raise AdapterFault(f"{path.name} holds no tensors")
+        shapes, dtypes = {}, set()
         for name in sorted(names):
-            module, shape = _expected_shape(path, name, config.rank, base)
+            module, shapes[name] = _expected_shape(path, name, config.rank, base)
             for half in HALVES:
                 if weight_key(module, half) not in names:
                     raise AdapterFault(f"{path.name}: tensor {weight_key(module, half)} is missing")
+            dtypes.add(check_header(file, path, name, shapes[name]))
+        if len(dtypes) == 1 and largest_magnitude(path, dtypes.pop()) * scale <= LARGEST_WEIGHT:
+            return
+        for name, shape in shapes.items():
             if float(read_tensor(file, path, name, shape).abs().max()) * scale > LARGEST_WEIGHT:
                 raise AdapterFault(f"{path.name}: tensor {name} holds a value that is too large")
 

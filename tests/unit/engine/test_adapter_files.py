@@ -45,6 +45,34 @@ def test_a_good_adapter_passes(tmp_path: Path) -> None:
     assert check_adapter(write(tmp_path / "a"), BASE, max_rank=4).alpha == 4
 
 
+@pytest.mark.parametrize("a", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("b", [torch.float32, torch.bfloat16])
+def test_every_dtype_is_looked_at_whole(tmp_path: Path, a: torch.dtype, b: torch.dtype) -> None:
+    """Also where the two halves differ; what is wrong is named, wherever it stands."""
+
+    def halves(value: float) -> dict[str, torch.Tensor]:
+        last = torch.ones(16, 2)
+        last[-1, -1] = value
+        return {f"{UP}.lora_A.weight": torch.ones(2, 8, dtype=a), f"{UP}.lora_B.weight": last.to(b)}
+
+    check_adapter(write(tmp_path / "good", tensors=halves(-3e4)), BASE, max_rank=4)
+    refused(write(tmp_path / "a", tensors=halves(math.nan)), r"up_proj\.lora_B\.weight is not finite")
+    refused(write(tmp_path / "b", tensors=halves(-4e4)), r"up_proj\.lora_B\.weight holds a value that is too large")
+
+
+@pytest.mark.parametrize("spaces", range(4))
+def test_a_header_of_any_length_will_do(tmp_path: Path, spaces: int) -> None:
+    """Writers other than safetensors' own need not align what comes behind it."""
+    path = write(tmp_path / "a") / WEIGHTS_FILE
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + length].rstrip() + b" " * spaces, content[8 + length :]
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    check_adapter(path.parent, BASE, max_rank=4)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[:-4] + b"\xff\xff\xff\xff")
+    refused(path.parent, "lora_B.weight is not finite")
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
