@@ -3,7 +3,8 @@
 The plugin is inert unless clora's sampler started the process (`ENGINE_PID` is set): another vLLM that is installed in
 the same environment is left as it is. Every core and worker process ends with the engine that started it. On vLLM's CPU
 platform LoRA is computed by `lora_kernel.cpp` in place of the stock kernel, which is wrong for base-model rows when all
-LoRA slots are full, and several times slower; and tokens are drawn by `cpu_sampling.py`. Nothing is changed on a GPU.
+LoRA slots are full, and several times slower; and tokens are drawn by `cpu_sampling.py`. On a GPU nothing is changed
+but that, as everywhere, versions are loaded in two calls (`read_ahead.py`).
 """
 
 from __future__ import annotations
