@@ -41,12 +41,12 @@ def test_a_higher_priority_takes_the_lowest_ones_slot_and_gives_it_back(
     operator = stage.start_operator()
     cluster, high, low = stage.cluster, priority_class("high", 1000), priority_class("low", -10)
     kept = cluster.experiment("a-kept", max_steps=ENDLESS, arguments=SLOW)
-    goes = cluster.experiment("b-goes", max_steps=30, arguments=SLOW, priorityClassName=low, backoffLimit=0)
+    goes = cluster.experiment("b-goes", max_steps=ENDLESS, arguments=SLOW, priorityClassName=low, backoffLimit=0)
     for name in ("a-kept", "b-goes"):
         cluster.wait(name, lambda o: status(o).get("progress", {}).get("step", 0) >= 1, "a step")
     patient = cluster.experiment("c-patient", arguments=SLOW, priorityClassName=priority_class("patient", 500, "Never"))
     cluster.wait_state("c-patient", "Queued")
-    important = cluster.experiment("d-important", max_steps=8, arguments=SLOW, priorityClassName=high)
+    important = cluster.experiment("d-important", max_steps=ENDLESS, arguments=SLOW, priorityClassName=high)
     cluster.wait_state("d-important", "Running")
     waits = cluster.wait("b-goes", lambda o: condition(o, "Attached").get("reason") == "Preempted", "the preemption")
     assert condition(waits, "Attached")["status"] == "False"
@@ -59,8 +59,11 @@ def test_a_higher_priority_takes_the_lowest_ones_slot_and_gives_it_back(
     cluster.wait("b-goes", lambda o: status(o).get("queuePosition") == 2, "the second place")
     operator.kill()  # nothing of it is only in memory
     operator.start()
+    cluster.patch("d-important", {"spec": {"maxSteps": 1}})
     cluster.wait_state("d-important", "Succeeded")
     cluster.wait_state("c-patient", "Succeeded")
+    cluster.wait_state("b-goes", "Running")
+    cluster.patch("b-goes", {"spec": {"maxSteps": 1}})
     done = cluster.wait_state("b-goes", "Succeeded")
     assert status(done)["restarts"] == 0
     assert "preemptedBy" not in status(done)
