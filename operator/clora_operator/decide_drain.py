@@ -134,7 +134,7 @@ def looked_after(o: ObservedEngine) -> bool:
     LWS's writes a status, also to one without pods."""
     if o.wanted_kind != LEADER_WORKER_SET:
         return True
-    return bool(o.leader_worker_set is not None and o.leader_worker_set.get("status"))
+    return bool((o.leader_worker_set or {}).get("status"))
 
 
 def drained(o: ObservedEngine, asleep: bool) -> Verdict | None:

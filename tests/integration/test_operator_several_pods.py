@@ -44,13 +44,6 @@ class Several:
     def wait_reason(self, kind: str, reason: str) -> dict[str, Any]:
         return self.cluster.wait_reason("main", kind, reason, plural="loraengines")
 
-    def wait_message(self, kind: str, words: str) -> None:
-        def says() -> bool:
-            engine = self.cluster.get("main", "loraengines")
-            return words in condition(engine, kind).get("message", "")
-
-        wait_for(says, f"{kind}: {words}")
-
     @property
     def name(self) -> str:
         return leader_worker_set_name(parse_engine(self.cluster.get("main", "loraengines")).meta)
@@ -329,7 +322,10 @@ def test_the_pod_stays_while_nobody_makes_those_of_the_kind(
         several.patch(trainer={"nodes": 2}, drain=True)
         several.wait_reason("Drained", "Draining")
         several.say("Drained", "True", "Drained")
-        several.wait_message("WorkloadCurrent", "has not looked at LeaderWorkerSet")
+        words = "has not looked at LeaderWorkerSet"
+        several.cluster.wait(
+            "main", lambda o: words in condition(o, "WorkloadCurrent").get("message", ""), words, plural="loraengines"
+        )
         (empty,) = several.sets()
         assert empty["spec"]["replicas"] == 0
         before = several.uids()

@@ -186,6 +186,7 @@ def test_a_busy_engine_of_one_pod_stays_so_until_it_is_drained() -> None:
     assert "set spec.drain to true" in message(plan, "WorkloadCurrent")
     drained = decide(ours(DRAINED, drain=True), leader_worker_set=looked_at(group(replicas=0)), **known)
     assert scaled(drained) == [ScaleToZero("StatefulSet", "main", "8")]
+    assert with_pods(drained) == []
     assert selector(drained) == {"clora.dev/engine": "main"}
 
 
